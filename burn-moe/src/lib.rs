@@ -1,0 +1,5 @@
+//! Mixture-of-experts layers with load-balanced expert parallelism for [Burn](https://burn.dev).
+
+pub mod balance;
+pub mod comm;
+pub mod ops;

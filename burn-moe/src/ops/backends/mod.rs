@@ -1,0 +1,4 @@
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "flex")]
+mod flex;
