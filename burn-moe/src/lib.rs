@@ -2,4 +2,6 @@
 
 pub mod balance;
 pub mod comm;
+pub mod layer;
 pub mod ops;
+pub mod parallel;

@@ -1,0 +1,172 @@
+//! A MoE layer, forward and backward, over any number of ranks.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_moe::comm::{RankOptions, run_ranks};
+use burn_moe::layer::{Moe, MoeConfig};
+use burn_moe::parallel::{Balance, CombineOrder, ExpertParallel, LayerStats, ParallelOptions};
+
+use crate::{random, values};
+
+/// One layer applied to the tokens of a batch that is divided among ranks.
+#[derive(Debug, Clone)]
+pub struct LayerRun {
+    /// The layer.
+    pub config: MoeConfig,
+    /// Tokens in the batch.
+    pub tokens: usize,
+    /// Expert that all tokens are pushed to, by a large selection bias.
+    pub hot_expert: Option<usize>,
+    /// Added to the tokens' gate scores by position, so that load is uneven.
+    pub skew: bool,
+    /// Ranks.
+    pub ranks: usize,
+    /// Tokens of each rank; evenly divided when empty.
+    pub split: Vec<usize>,
+    /// Balancer.
+    pub balance: Balance,
+    /// Replica slots a rank.
+    pub slots: usize,
+    /// Order of additions.
+    pub combine: CombineOrder,
+}
+
+/// What came out, put together over the ranks. All values of the batch are in token order.
+#[derive(Debug)]
+pub struct LayerResult {
+    /// `[T, D]`
+    pub output: Vec<f32>,
+    /// `[T, D]`
+    pub grad_x: Vec<f64>,
+    /// `[E, D, 2F]`
+    pub grad_gate_up: Vec<f64>,
+    /// `[E, F, D]`
+    pub grad_down: Vec<f64>,
+    /// `[D, E]`, summed over ranks
+    pub grad_gate: Vec<f64>,
+    /// Of rank 0.
+    pub stats: LayerStats,
+}
+
+impl LayerRun {
+    /// A run of `config` on one rank, with the exact order of additions.
+    pub fn single(config: MoeConfig, tokens: usize) -> Self {
+        Self {
+            config,
+            tokens,
+            hot_expert: None,
+            skew: true,
+            ranks: 1,
+            split: Vec::new(),
+            balance: Balance::None,
+            slots: 0,
+            combine: CombineOrder::Exact,
+        }
+    }
+
+    /// The tokens, `[T, D]`.
+    pub fn tokens(&self) -> Vec<f32> {
+        let width = self.config.router.d_model;
+        let mut x: Vec<f32> = random(self.tokens * width, 7)
+            .into_iter()
+            .map(|v| v as f32)
+            .collect();
+        if self.skew {
+            // A common direction makes some experts popular.
+            let common = random(width, 8);
+            for x in x.chunks_mut(width) {
+                for (x, common) in x.iter_mut().zip(&common) {
+                    *x = 0.5 * *x + *common as f32;
+                }
+            }
+        }
+        x
+    }
+
+    /// Factors on the outputs in the loss, `[T, D]`.
+    pub fn loss_factors(&self) -> Vec<f32> {
+        random(self.tokens * self.config.router.d_model, 9)
+            .into_iter()
+            .map(|v| v as f32)
+            .collect()
+    }
+
+    /// Runs forward and backward of `sum(output * loss_factors)`.
+    pub fn run(&self) -> LayerResult {
+        let width = self.config.router.d_model;
+        let (x, factors) = (self.tokens(), self.loss_factors());
+        let parts = run_ranks(self.ranks, RankOptions::default(), |comm| {
+            let device = Device::flex().autodiff();
+            let tokens = self.tokens_of(comm.rank());
+            let part = |all: &[f32]| {
+                let own = all[tokens.start * width..tokens.end * width].to_vec();
+                Tensor::<2>::from_data(
+                    TensorData::new(own, [tokens.len(), width]),
+                    (&device, DType::F32),
+                )
+            };
+            let options = ParallelOptions {
+                balance: self.balance,
+                slots: self.slots,
+                combine: self.combine,
+                ..Default::default()
+            };
+            let ep = ExpertParallel::new(comm.clone(), options).unwrap();
+            let mut moe = self.config.init_parallel(&ep, 3, &device).unwrap();
+            self.heat(&mut moe);
+            let x = part(&x).require_grad();
+            let out = moe.forward(x.clone());
+            let grads = (out.clone() * part(&factors)).sum().backward();
+            let grad = |g: Option<Tensor<3>>, like: Tensor<3>| {
+                values(&g.unwrap_or_else(|| like.inner().zeros_like()))
+            };
+            (
+                out.to_data().iter::<f32>().collect::<Vec<_>>(),
+                values(&x.grad(&grads).unwrap()),
+                grad(
+                    moe.experts.gate_up.val().grad(&grads),
+                    moe.experts.gate_up.val(),
+                ),
+                grad(moe.experts.down.val().grad(&grads), moe.experts.down.val()),
+                values(&moe.router.gate.val().grad(&grads).unwrap()),
+                ep.take_stats().remove(0),
+            )
+        })
+        .unwrap();
+        let mut grad_gate = vec![0.0; parts[0].4.len()];
+        for part in &parts {
+            for (sum, v) in grad_gate.iter_mut().zip(&part.4) {
+                *sum += v;
+            }
+        }
+        LayerResult {
+            output: parts.iter().flat_map(|p| p.0.clone()).collect(),
+            grad_x: parts.iter().flat_map(|p| p.1.clone()).collect(),
+            grad_gate_up: parts.iter().flat_map(|p| p.2.clone()).collect(),
+            grad_down: parts.iter().flat_map(|p| p.3.clone()).collect(),
+            grad_gate,
+            stats: parts[0].5.clone(),
+        }
+    }
+
+    fn heat(&self, moe: &mut Moe) {
+        if let (Some(hot), Some(bias)) = (self.hot_expert, moe.router.bias.take()) {
+            let mut values = vec![0.0f32; self.config.router.num_experts];
+            values[hot] = 100.0;
+            moe.router.bias = Some(bias.map(|bias| {
+                let len = values.len();
+                Tensor::from_data(TensorData::new(values, [len]), &bias.device())
+                    .set_require_grad(false)
+            }));
+        }
+    }
+
+    fn tokens_of(&self, rank: usize) -> Range<usize> {
+        if self.split.is_empty() {
+            return self.tokens * rank / self.ranks..self.tokens * (rank + 1) / self.ranks;
+        }
+        let start = self.split[..rank].iter().sum();
+        start..start + self.split[rank]
+    }
+}

@@ -1,0 +1,165 @@
+//! Expert parallelism changes nothing: any number of ranks, any balancer and any number of slots
+//! give the outputs and gradients of a single rank.
+
+use burn_moe::layer::{MoeConfig, RouterConfig};
+use burn_moe::parallel::{Balance, CombineOrder};
+use burn_moe_tests::layer_run::{LayerResult, LayerRun};
+use burn_moe_tests::relative_error;
+
+fn config(experts: usize, k: usize) -> MoeConfig {
+    MoeConfig::new(RouterConfig::new(24, experts, k), 20)
+        .with_num_shared_experts(1)
+        .with_seed(5)
+}
+
+/// Runs `single` over ranks, balancers and slots, and compares. Returns the most replicas seen.
+fn compare_all(single: &LayerRun, ranks: &[usize]) -> usize {
+    let expected = single.run();
+    let mut replicas = 0;
+    for &ranks in ranks {
+        for balance in [Balance::None, Balance::Exact] {
+            for slots in [0, 1, 2] {
+                for combine in [CombineOrder::Exact, CombineOrder::Rank] {
+                    let run = LayerRun {
+                        ranks,
+                        balance,
+                        slots,
+                        combine,
+                        ..single.clone()
+                    };
+                    let result = run.run();
+                    compare(&run, &result, &expected);
+                    replicas = replicas.max(result.stats.replicas);
+                }
+            }
+        }
+    }
+    replicas
+}
+
+fn compare(run: &LayerRun, result: &LayerResult, expected: &LayerResult) {
+    let what = format!(
+        "{} ranks, {:?}, {} slots, {:?}, {} tokens",
+        run.ranks, run.balance, run.slots, run.combine, run.tokens
+    );
+    match run.combine {
+        CombineOrder::Exact => assert!(
+            result
+                .output
+                .iter()
+                .map(|v| v.to_bits())
+                .eq(expected.output.iter().map(|v| v.to_bits())),
+            "output bits differ: {what}"
+        ),
+        CombineOrder::Rank => {
+            let wide = |v: &[f32]| v.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+            let error = relative_error(&wide(&result.output), &wide(&expected.output));
+            assert!(error < 1e-5, "output differs by {error:e}: {what}");
+        }
+    }
+    for (name, a, b) in [
+        ("x", &result.grad_x, &expected.grad_x),
+        ("gate_up", &result.grad_gate_up, &expected.grad_gate_up),
+        ("down", &result.grad_down, &expected.grad_down),
+        ("gate", &result.grad_gate, &expected.grad_gate),
+    ] {
+        let error = relative_error(a, b);
+        assert!(
+            error < 1e-5,
+            "gradient of {name} differs by {error:e}: {what}"
+        );
+    }
+}
+
+#[test]
+fn skewed_load() {
+    let replicas = compare_all(&LayerRun::single(config(16, 3), 203), &[2, 4, 8]);
+    assert!(replicas > 0, "the balancer had nothing to do");
+}
+
+#[test]
+fn one_expert_per_token() {
+    compare_all(&LayerRun::single(config(8, 1), 61), &[2, 4, 8]);
+}
+
+#[test]
+fn every_expert_for_every_token() {
+    compare_all(&LayerRun::single(config(8, 8), 19), &[2, 4, 8]);
+}
+
+#[test]
+fn all_tokens_on_one_expert() {
+    let single = LayerRun {
+        hot_expert: Some(5),
+        ..LayerRun::single(config(8, 1), 64)
+    };
+    let replicas = compare_all(&single, &[2, 4, 8]);
+    assert!(replicas > 0, "the balancer had nothing to do");
+}
+
+#[test]
+fn fewer_tokens_than_ranks() {
+    // Most experts and some ranks have no token at all; ranks with one token take the path of
+    // single rows.
+    for tokens in [1, 2, 3, 5] {
+        compare_all(&LayerRun::single(config(8, 2), tokens), &[2, 4, 8]);
+    }
+}
+
+#[test]
+fn all_tokens_start_on_one_rank() {
+    let single = LayerRun::single(config(8, 3), 40);
+    let expected = single.run();
+    for combine in [CombineOrder::Exact, CombineOrder::Rank] {
+        let run = LayerRun {
+            ranks: 4,
+            split: vec![0, 39, 0, 1],
+            balance: Balance::Exact,
+            slots: 2,
+            combine,
+            ..single.clone()
+        };
+        compare(&run, &run.run(), &expected);
+    }
+}
+
+#[test]
+fn groups_softmax_and_dropping() {
+    let mut config = config(16, 4).with_capacity_factor(Some(1.1));
+    config.router = config.router.with_n_group(4).with_topk_group(2);
+    compare_all(&LayerRun::single(config.clone(), 90), &[2, 4]);
+    config.router = config
+        .router
+        .with_score_function(burn_moe::layer::ScoreFunction::Softmax)
+        .with_norm_topk_prob(false)
+        .with_selection_bias(false);
+    compare_all(&LayerRun::single(config, 90), &[2, 4]);
+}
+
+#[test]
+fn ideal_routing_is_balanced() {
+    for ranks in [1, 2, 4] {
+        let run = LayerRun {
+            ranks,
+            balance: Balance::Ideal,
+            ..LayerRun::single(config(16, 4), 64)
+        };
+        assert_eq!(run.run().stats.imbalance_after, 1.0);
+    }
+}
+
+#[test]
+fn two_runs_give_the_same_bits() {
+    let run = LayerRun {
+        ranks: 4,
+        balance: Balance::Exact,
+        slots: 2,
+        combine: CombineOrder::Rank,
+        ..LayerRun::single(config(16, 3), 203)
+    };
+    let (first, second) = (run.run(), run.run());
+    assert_eq!(first.output, second.output);
+    assert_eq!(first.grad_x, second.grad_x);
+    assert_eq!(first.grad_gate_up, second.grad_gate_up);
+    assert_eq!(first.grad_down, second.grad_down);
+}
