@@ -12,23 +12,35 @@
 //! Letters used throughout: `G` ranks, `E` experts, `R` replica slots on each rank, `T` tokens, `K` experts a token.
 
 mod board;
+mod bound;
 mod check;
+mod eplb;
 mod error;
+mod exact_fit;
+mod least_loaded;
 mod load;
 mod none;
+mod pairing;
 mod placement;
 mod plan;
 mod quota;
 mod reroute;
+mod transfer;
 
+pub use bound::lower_bound;
 pub use check::{PlanError, check};
+pub use eplb::Eplb;
 pub use error::BalanceError;
+pub use exact_fit::{ExactFit, ExactFitConfig};
+pub use least_loaded::LeastLoaded;
 pub use load::LoadMatrix;
 pub use none::NoBalance;
+pub use pairing::Pairing;
 pub use placement::Placement;
 pub use plan::{Plan, Replica, imbalance};
 pub use quota::Quota;
 pub use reroute::Reroute;
+pub use transfer::{CostModel, Hop, Schedule, TransferSimulator};
 
 /// Decides, for one micro-batch of one layer, which experts get replicas where and how many token copies each serves.
 ///
@@ -41,13 +53,29 @@ pub trait Planner: Send {
 
     /// Replaces `plan` with the plan for `load` when each rank has room for `slots` replicas.
     ///
-    /// The plan passes [`check`] with the same arguments, whatever the load, unless the planner's documentation says
-    /// that it ignores `slots`. A `load` whose shape differs from that of `placement` gives the empty plan.
+    /// The plan passes [`check`] with the same arguments, whatever the load; a planner that
+    /// [ignores slots](Planner::ignores_slots) may use more than `slots`. A `load` whose shape differs from that of `placement` gives the empty plan.
     fn plan(&mut self, load: &LoadMatrix, placement: &Placement, slots: usize, plan: &mut Plan);
+
+    /// Whether plans may use more slots on a rank than they were given; see [`Plan::slots_used`].
+    fn ignores_slots(&self) -> bool {
+        false
+    }
 }
 
 /// The names that [`planner`] knows.
-pub const PLANNERS: &[&str] = &["none", "quota"];
+pub const PLANNERS: &[&str] = &[
+    "none",
+    "eplb",
+    "eplb-hierarchical",
+    "quota",
+    "pairing",
+    "pairing-unlimited",
+    "least-loaded",
+    "least-loaded-unlimited",
+    "exact-fit",
+    "exact-fit-strict",
+];
 
 /// Makes the planner of that name with its default settings.
 ///
@@ -55,14 +83,24 @@ pub const PLANNERS: &[&str] = &["none", "quota"];
 ///
 /// [`BalanceError::UnknownPlanner`] when `name` is not in [`PLANNERS`].
 pub fn planner(name: &str) -> Result<Box<dyn Planner>, BalanceError> {
-    match name {
-        "none" => Ok(Box::new(NoBalance)),
-        "quota" => Ok(Box::new(Quota::default())),
-        _ => Err(BalanceError::UnknownPlanner {
-            name: name.to_owned(),
-            allowed: PLANNERS.join(", "),
-        }),
-    }
+    Ok(match name {
+        "none" => Box::new(NoBalance),
+        "eplb" => Box::new(Eplb::default()),
+        "eplb-hierarchical" => Box::new(Eplb::new(8, true)),
+        "quota" => Box::new(Quota::default()),
+        "pairing" => Box::new(Pairing::default()),
+        "pairing-unlimited" => Box::new(Pairing::unlimited()),
+        "least-loaded" => Box::new(LeastLoaded::default()),
+        "least-loaded-unlimited" => Box::new(LeastLoaded::unlimited()),
+        "exact-fit" => Box::new(ExactFit::default()),
+        "exact-fit-strict" => Box::new(ExactFit::new(ExactFitConfig::strict())),
+        _ => {
+            return Err(BalanceError::UnknownPlanner {
+                name: name.to_owned(),
+                allowed: PLANNERS.join(", "),
+            });
+        }
+    })
 }
 
 #[cfg(test)]

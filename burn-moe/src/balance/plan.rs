@@ -69,9 +69,14 @@ impl Plan {
                 out[home as usize] += u64::from(count);
             }
         }
+        self.apply(placement, out);
+    }
+
+    /// Moves the replicas' quotas from home to where they are computed.
+    pub(crate) fn apply(&self, placement: &Placement, rank_load: &mut [u64]) {
         for replica in &self.replicas {
-            out[placement.home(replica.expert as usize)] -= replica.quota;
-            out[replica.rank as usize] += replica.quota;
+            rank_load[placement.home(replica.expert as usize)] -= replica.quota;
+            rank_load[replica.rank as usize] += replica.quota;
         }
     }
 

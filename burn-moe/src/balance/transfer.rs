@@ -313,12 +313,10 @@ impl TransferSimulator {
         let free = self.senders[rank].free;
         match self.source[at as usize] {
             None => self.ready.push(Reverse((free, sender))),
-            Some(source) => {
-                match self.arrived[(u64::from(source) * chunks + chunk) as usize] {
-                    u64::MAX => self.waiting.push((source, sender)),
-                    arrived => self.ready.push(Reverse((free.max(arrived), sender))),
-                }
-            }
+            Some(source) => match self.arrived[(u64::from(source) * chunks + chunk) as usize] {
+                u64::MAX => self.waiting.push((source, sender)),
+                arrived => self.ready.push(Reverse((free.max(arrived), sender))),
+            },
         }
     }
 }

@@ -45,7 +45,7 @@ pub(super) struct Strategy {
 #[derive(Debug, Default)]
 pub(super) struct Fill {
     pub chunks: Vec<Chunk>,
-    /// Slack and rank of those that can still receive, largest first.
+    /// Slack and rank of those that can still receive, the largest slack last.
     receivers: Vec<(u64, u32)>,
     /// Sum of the receivers' slacks.
     slack: u64,
@@ -78,9 +78,17 @@ impl Fill {
                 return false;
             };
             let last = i + 1 == self.donors.len();
-            let waste = if last { u64::MAX } else { spare / strategy.waste };
+            let waste = if last {
+                u64::MAX
+            } else {
+                spare / strategy.waste
+            };
             let (excess, donor) = self.donors[i];
-            let donor = Donor { rank: donor, waste, even_pairs: strategy.even_pairs };
+            let donor = Donor {
+                rank: donor,
+                waste,
+                even_pairs: strategy.even_pairs,
+            };
             if !self.serve(task, donor, excess, most) {
                 return false;
             }
@@ -96,11 +104,18 @@ impl Fill {
         let donors = ranks.partition_point(|r| load(r) <= threshold);
         self.receivers.clear();
         if task.slots > 0 {
-            let slack = ranks[..receivers].iter().map(|r| (threshold - load(r), *r));
-            self.receivers.extend(slack.take_while(|s| s.0 >= task.min_quota));
+            let slack = ranks[..receivers]
+                .iter()
+                .rev()
+                .map(|r| (threshold - load(r), *r));
+            self.receivers
+                .extend(slack.skip_while(|s| s.0 < task.min_quota));
         }
         self.donors.clear();
-        let excess = ranks[donors..].iter().rev().map(|r| (load(r) - threshold, *r));
+        let excess = ranks[donors..]
+            .iter()
+            .rev()
+            .map(|r| (load(r) - threshold, *r));
         self.donors.extend(excess);
         self.left.clear();
         self.left.extend_from_slice(task.expert_load);
@@ -115,7 +130,10 @@ impl Fill {
     fn serve(&mut self, task: &Task, donor: Donor, mut excess: u64, most: usize) -> bool {
         while excess > 0 {
             let largest = self.largest(task, donor);
-            if self.receivers.is_empty() || largest < task.min_quota || self.chunks.len() >= most {
+            let Some(&(slack, rank)) = self.receivers.last() else {
+                return false;
+            };
+            if largest < task.min_quota || self.chunks.len() >= most {
                 return false;
             }
             let quota = excess.max(task.min_quota);
@@ -125,26 +143,26 @@ impl Fill {
             if self.close_with_two(task, donor, excess) {
                 return self.chunks.len() <= most;
             }
-            let (slack, rank) = self.receivers[0];
+            let last = self.receivers.len() - 1;
             if slack <= excess {
                 let quota = slack.min(largest);
-                self.give(task, donor, 0, quota);
+                self.give(task, donor, last, quota);
                 excess -= quota;
             } else if self.free[rank as usize] >= 2 {
                 // The next donor uses the rest of this receiver, through another slot.
                 let quota = quota.min(largest);
-                self.give(task, donor, 0, quota);
+                self.give(task, donor, last, quota);
                 excess = excess.saturating_sub(quota);
             } else if largest > excess && self.free[donor.rank as usize] > 0 {
                 let quota = slack.min(largest);
-                self.give(task, donor, 0, quota);
+                self.give(task, donor, last, quota);
                 self.insert(task, quota - excess, donor.rank);
                 excess = 0;
             } else {
                 // The donor's experts are too small for a whole receiver: take what wastes least.
                 let quota = quota.min(largest);
-                let fits = self.receivers.partition_point(|r| r.0 >= quota);
-                self.give(task, donor, fits.saturating_sub(1), quota);
+                let fits = self.receivers.partition_point(|r| r.0 < quota);
+                self.give(task, donor, fits, quota);
                 excess = excess.saturating_sub(quota);
             }
         }
@@ -153,22 +171,28 @@ impl Fill {
 
     /// Finishes a donor with the smallest receiver that takes `quota`, if that wastes little enough.
     fn close_with_one(&mut self, task: &Task, donor: Donor, quota: u64) -> bool {
-        let fits = self.receivers.partition_point(|r| r.0 >= quota);
-        if fits == 0 || self.receivers[fits - 1].0 - quota > donor.waste {
+        let fits = self.receivers.partition_point(|r| r.0 < quota);
+        let wasted = self.receivers.get(fits).map(|r| r.0 - quota);
+        if wasted.is_none_or(|w| w > donor.waste) {
             return false;
         }
-        self.give(task, donor, fits - 1, quota);
+        self.give(task, donor, fits, quota);
         true
     }
 
     /// Finishes a donor with two receivers whose slacks sum to a little more than its excess.
     fn close_with_two(&mut self, task: &Task, donor: Donor, excess: u64) -> bool {
-        let Some((i, j)) = self.pair(donor, excess) else {
+        let pair = match *self.receivers.as_slice() {
+            [.., (a, _), (b, _)] if a.saturating_add(b) < excess => None,
+            _ if donor.even_pairs => self.even_pair(donor, excess),
+            _ => self.least_pair(donor, excess),
+        };
+        let Some((small, large)) = pair else {
             return false;
         };
-        let first = self.receivers[i].0;
+        let first = self.receivers[large].0;
         let second = (excess - first).max(task.min_quota);
-        if second > self.receivers[j].0 {
+        if second > self.receivers[small].0 {
             return false;
         }
         let Some(expert) = self.fitting(task, donor, first) else {
@@ -181,35 +205,48 @@ impl Fill {
         let Some(other) = other else {
             return false;
         };
-        // The later position first, so that the earlier one still holds.
-        self.take(task, j, other, second);
-        self.take(task, i, expert, first);
+        // The later position first, so that the earlier one still holds: the larger receiver is filled whole.
+        self.take(task, large, expert, first);
+        self.take(task, small, other, second);
         true
     }
 
-    /// Positions of two receivers, the larger one first and smaller than `excess`.
-    fn pair(&self, donor: Donor, excess: u64) -> Option<(usize, usize)> {
-        let receivers = &self.receivers;
-        if receivers.len() < 2 || receivers[0].0 + receivers[1].0 < excess {
-            return None;
-        }
-        let (mut i, mut j) = (0, receivers.len() - 1);
-        let (mut least, mut pair) = (donor.waste, None);
-        while i < j {
-            match (receivers[i].0 + receivers[j].0).checked_sub(excess) {
+    /// Positions of the two receivers, each smaller than `excess`, that waste least in finishing the donor.
+    fn least_pair(&self, donor: Donor, excess: u64) -> Option<(usize, usize)> {
+        let slack = |i: usize| self.receivers[i].0;
+        let mut large = self.receivers.partition_point(|r| r.0 < excess);
+        let (mut small, mut least, mut pair) = (0, donor.waste, None);
+        while small + 1 < large {
+            match (slack(small) + slack(large - 1)).checked_sub(excess) {
                 Some(over) => {
-                    if over <= least && receivers[i].0 < excess {
-                        pair = Some((i, j));
-                        if !donor.even_pairs {
-                            least = over;
-                        }
+                    if over <= least {
+                        (least, pair) = (over, Some((small, large - 1)));
                     }
-                    i += 1;
+                    large -= 1;
                 }
-                None => j -= 1,
+                None => small += 1,
             }
         }
         pair
+    }
+
+    /// Positions of two receivers, each smaller than `excess`, that finish the donor and are as even as possible.
+    fn even_pair(&self, donor: Donor, excess: u64) -> Option<(usize, usize)> {
+        let slack = |i: usize| self.receivers[i].0;
+        let end = self.receivers.partition_point(|r| r.0 < excess);
+        let half = self.receivers.partition_point(|r| r.0 < excess.div_ceil(2));
+        if half + 1 < end && slack(half) + slack(half + 1) - excess <= donor.waste {
+            return Some((half, half + 1));
+        }
+        let (mut small, mut large) = (half.checked_sub(1)?, half);
+        while large < end {
+            match (slack(small) + slack(large)).checked_sub(excess) {
+                Some(over) if over <= donor.waste => return Some((small, large)),
+                Some(_) => small = small.checked_sub(1)?,
+                None => large += 1,
+            }
+        }
+        None
     }
 
     /// Gives `quota` tokens of a donor to the receiver at `at`, from the expert that fits best.
@@ -234,8 +271,10 @@ impl Fill {
 
     fn insert(&mut self, task: &Task, slack: u64, rank: u32) {
         if slack >= task.min_quota && self.free[rank as usize] > 0 {
-            let key = (Reverse(slack), rank);
-            let at = self.receivers.partition_point(|r| (Reverse(r.0), r.1) < key);
+            let key = (slack, Reverse(rank));
+            let at = self
+                .receivers
+                .partition_point(|r| (r.0, Reverse(r.1)) < key);
             self.receivers.insert(at, (slack, rank));
             self.slack += slack;
         }
@@ -249,7 +288,11 @@ impl Fill {
 
     /// The donor's expert with the fewest tokens that still has `quota`: larger ones are kept for larger needs.
     fn fitting(&self, task: &Task, donor: Donor, quota: u64) -> Option<u32> {
-        let experts = task.placement.experts_of(donor.rank as usize).iter().copied();
+        let experts = task
+            .placement
+            .experts_of(donor.rank as usize)
+            .iter()
+            .copied();
         let enough = experts.filter(|&e| self.left[e as usize] >= quota);
         enough.min_by_key(|&e| self.left[e as usize])
     }

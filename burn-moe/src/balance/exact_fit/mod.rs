@@ -25,7 +25,7 @@ pub struct ExactFitConfig {
 }
 
 impl Default for ExactFitConfig {
-    /// Free transfer, a resolution of 0.2 % and a price of 2.5 % for a copy on every rank, for each slot.
+    /// Free transfer, a resolution of 0.19 % and a price of 2.3 % for a copy on every rank, for each slot.
     ///
     /// Both grow with the slots: every filled slot adds a group to the rank's grouped matmul, whose padding and launch
     /// blur the balance, and a transfer to wait for. With more slots near-perfect balance is easy, and what is left to
@@ -34,8 +34,8 @@ impl Default for ExactFitConfig {
         Self {
             min_quota: 1,
             cost: CostModel::free(),
-            resolution: 2_000,
-            copy_price: 25_000,
+            resolution: 1_900,
+            copy_price: 23_000,
         }
     }
 }

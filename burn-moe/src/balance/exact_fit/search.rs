@@ -25,9 +25,9 @@ const fn strategy(small_first: bool, waste: u64, even_pairs: bool) -> Strategy {
 }
 
 /// Thresholds to try, in thousandths of the mean above the lowest one.
-const LADDER: [u64; 24] = [
+const LADDER: [u64; 32] = [
     0, 1, 2, 3, 5, 7, 10, 14, 19, 26, 35, 47, 63, 84, 110, 145, 190, 250, 330, 430, 570, 750, 1000,
-    1500,
+    1500, 2200, 3300, 5000, 7500, 11_000, 17_000, 25_000, 38_000,
 ];
 
 /// What a plan costs, to compare: predicted time and price, the copies, the slowest rank's tokens.
@@ -44,30 +44,36 @@ struct Search {
     /// Thresholds up to here count as equal.
     flat: u64,
     best: Score,
-    /// How many strategies may be tried for each threshold.
-    strategies: usize,
+    /// What is tried for each threshold.
+    strategies: &'static [Strategy],
+    /// Many ranks: there is no time to try all strategies everywhere, and less to gain, as large cases are easier to fit.
+    large: bool,
 }
+
+/// More ranks than this are a large case.
+const LARGE: usize = 48;
 
 impl ExactFit {
     /// Leaves the best plan it finds in `self.best`.
     pub(super) fn search(&mut self, placement: &Placement, slots: usize) {
         self.best.clear();
         let max = self.board.max();
-        let slots = u32::try_from(slots).unwrap_or(u32::MAX);
+        let slots = slots.min(self.board.expert_load.len()) as u32;
         let mean = self.board.mean();
         let per_slot = u128::from(self.config.resolution) * u128::from(slots);
         let lowest = self.lowest(placement);
         let flat = lowest + (u128::from(mean) * per_slot / 1_000_000) as u64;
         let price = u128::from(self.config.copy_price) * u128::from(self.config.cost.token_ps);
         let price = price.saturating_mul(u128::from(slots));
+        let large = placement.ranks() > LARGE;
         let mut search = Search {
             slots,
             price: price.saturating_mul(u128::from(self.board.total)),
             lowest,
             flat,
             best: (u128::MAX, 0, max),
-            // Small cases have time for all strategies; large ones are easier to fit.
-            strategies: if placement.ranks() <= 48 { 6 } else { 3 },
+            strategies: if large { &STRATEGIES[..3] } else { &STRATEGIES },
+            large,
         };
         search.best.0 = self.cost(&search, max, 0, 0);
         if slots == 0 || !self.can_pay(&search, lowest, 1) {
@@ -80,19 +86,24 @@ impl ExactFit {
             let ranks = &mut self.order[placement.ranks_of(domain)];
             ranks.sort_unstable_by_key(|&r| (rank_load[r as usize], r));
         }
-        // A transfer that costs time depends on how many weights one rank receives: try with fewer slots, too.
-        let least = if self.config.cost.is_free() { slots } else { 1 };
-        for slots in least..=slots.min(least + 3) {
-            search.slots = slots;
-            self.climb(placement, &mut search);
+        // A transfer that costs time depends on how many weights one rank receives: try with fewer slots first.
+        if !self.config.cost.is_free() {
+            for fewer in 1..slots.min(4) {
+                search.slots = fewer;
+                self.climb(placement, &mut search);
+            }
         }
+        search.slots = slots;
+        self.climb(placement, &mut search);
     }
 
     /// Tries thresholds upwards for as long as a higher one can pay, then looks closer around the best.
     fn climb(&mut self, placement: &Placement, search: &mut Search) {
         let (mean, max) = (self.board.mean(), self.board.max());
+        // Differences too small to matter, unless the lowest imbalance is asked for.
+        let grain = if self.strict { 0 } else { mean / 2000 };
         let (mut infeasible, mut feasible) = (None, None);
-        let mut tried = 0;
+        let (mut tried, mut failures) = (0, 0);
         for step in LADDER {
             let above = u128::from(mean) * u128::from(step) / 1000;
             let threshold = search.flat.saturating_add(above as u64);
@@ -109,14 +120,20 @@ impl ExactFit {
             }
             if self.attempt(placement, search, threshold) {
                 feasible.get_or_insert(threshold);
+                failures = 0;
             } else if feasible.is_none() {
                 infeasible = Some(threshold);
+            } else {
+                failures += 1;
+                if search.large && failures == 2 {
+                    break;
+                }
             }
         }
         if let Some(low) = infeasible {
             // Between the last threshold without a plan and the first with one.
             let (mut low, mut high) = (low, feasible.unwrap_or(max));
-            while high - low > 1 + mean / 2000 {
+            while high - low > 1 + grain {
                 let threshold = low + (high - low) / 2;
                 if self.attempt(placement, search, threshold) {
                     high = threshold;
@@ -127,7 +144,7 @@ impl ExactFit {
         }
         // The same number of copies may reach a lower threshold.
         let (mut low, mut high) = (search.lowest, search.best.2);
-        while high > low && high - low > mean / 2000 {
+        while high > low && high - low > grain {
             let threshold = low + (high - low) / 2;
             if self.attempt(placement, search, threshold) {
                 high = search.best.2.min(threshold);
@@ -148,11 +165,12 @@ impl ExactFit {
             min_quota: self.config.min_quota,
         };
         self.candidate.clear();
+        let mut winner = 0;
         for domain in 0..placement.domains() {
             let ranks = &self.order[placement.ranks_of(domain)];
             let start = self.candidate.len();
             let mut found = false;
-            for &strategy in &STRATEGIES[..search.strategies] {
+            for (i, &strategy) in search.strategies.iter().enumerate() {
                 let most = if found {
                     (self.candidate.len() - start).saturating_sub(1)
                 } else {
@@ -160,6 +178,7 @@ impl ExactFit {
                 };
                 if self.fill.run(&task, ranks, threshold, strategy, most) {
                     found = true;
+                    winner = i;
                     self.candidate.truncate(start);
                     self.candidate.extend_from_slice(&self.fill.chunks);
                 }
@@ -173,11 +192,18 @@ impl ExactFit {
         }
         let copies = self.candidate.len();
         let transfer = self.transfer(placement);
-        let score = (self.cost(search, threshold, copies, transfer), copies, threshold);
+        let score = (
+            self.cost(search, threshold, copies, transfer),
+            copies,
+            threshold,
+        );
         if score >= search.best {
             return false;
         }
         search.best = score;
+        if search.large {
+            search.strategies = &search.strategies[winner..=winner];
+        }
         std::mem::swap(&mut self.best, &mut self.candidate);
         true
     }
@@ -191,7 +217,9 @@ impl ExactFit {
         std::mem::swap(&mut self.best, &mut self.candidate);
         self.write(&mut trial);
         std::mem::swap(&mut self.best, &mut self.candidate);
-        let time = self.simulator.transfer_ps(&self.config.cost, placement, &trial);
+        let time = self
+            .simulator
+            .transfer_ps(&self.config.cost, placement, &trial);
         self.trial = trial;
         time
     }
@@ -200,14 +228,18 @@ impl ExactFit {
     pub(super) fn write(&mut self, plan: &mut Plan) {
         plan.clear();
         let chunks = self.best.iter();
-        plan.replicas.extend(chunks.map(|c| replica(c.expert, c.rank as usize, c.quota)));
+        plan.replicas
+            .extend(chunks.map(|c| replica(c.expert, c.rank as usize, c.quota)));
         self.board.seal(plan);
     }
 
     /// Predicted time plus the copies' price, times `1e6 * ranks^2` so that it stays an integer.
     fn cost(&self, search: &Search, threshold: u64, copies: usize, transfer: u64) -> u128 {
         let ranks = self.board.rank_load.len() as u128;
-        let step = self.config.cost.step_ps(threshold.max(search.flat), transfer);
+        let step = self
+            .config
+            .cost
+            .step_ps(threshold.max(search.flat), transfer);
         let scaled = u128::from(step).saturating_mul(1_000_000 * ranks * ranks);
         scaled.saturating_add(search.price.saturating_mul(copies as u128))
     }
@@ -258,7 +290,10 @@ impl ExactFit {
         let mean = |domain| {
             let ranks = placement.ranks_of(domain);
             let size = ranks.len() as u64;
-            self.board.rank_load[ranks].iter().sum::<u64>().div_ceil(size)
+            self.board.rank_load[ranks]
+                .iter()
+                .sum::<u64>()
+                .div_ceil(size)
         };
         (0..placement.domains()).map(mean).max().unwrap_or(0)
     }
