@@ -57,14 +57,10 @@ pub fn bits<const D: usize>(tensor: &Tensor<D>) -> Vec<u32> {
     tensor.to_data().iter::<f32>().map(f32::to_bits).collect()
 }
 
-/// `values` as a tensor of `dtype` holds them.
-pub fn rounded(values_: &[f64], dtype: DType) -> Vec<f64> {
-    values(&tensor_of(
-        values_,
-        [values_.len()],
-        dtype,
-        &Device::flex(),
-    ))
+/// The numbers as a tensor of `dtype` holds them.
+pub fn rounded(numbers: &[f64], dtype: DType) -> Vec<f64> {
+    let shape = [numbers.len()];
+    values(&tensor_of(numbers, shape, dtype, &Device::flex()))
 }
 
 /// Largest difference, relative to the largest value of `b` (at least 1e-6).
@@ -118,12 +114,7 @@ pub fn cast<M: Module>(module: M, dtype: DType) -> M {
     impl ModuleMapper for Cast {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             let require_grad = param.is_require_grad();
-            param.map(|value| {
-                value
-                    .cast(self.0)
-                    .detach()
-                    .set_require_grad(require_grad)
-            })
+            param.map(|value| value.cast(self.0).detach().set_require_grad(require_grad))
         }
     }
 

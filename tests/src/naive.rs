@@ -114,7 +114,11 @@ impl NaiveRouter {
         let mut all = NaiveRouting::default();
         for (token, x) in x.chunks(d_model).enumerate() {
             let logits: Vec<f64> = (0..num_experts)
-                .map(|e| (0..d_model).map(|i| x[i] * self.gate[i * num_experts + e]).sum())
+                .map(|e| {
+                    (0..d_model)
+                        .map(|i| x[i] * self.gate[i * num_experts + e])
+                        .sum()
+                })
                 .collect();
             let scores = scores(self.config.score_function, &logits);
             let ids = choose(token, &scores);
@@ -174,7 +178,10 @@ impl NaiveRouter {
                 // The order among the chosen counts too.
                 let sorted: Vec<f64> = best_first(&biased).iter().map(|e| biased[*e]).collect();
                 let between_experts = sorted.windows(2).map(|pair| pair[0] - pair[1]);
-                let last = ids.iter().map(|id| biased[*id]).fold(f64::INFINITY, f64::min);
+                let last = ids
+                    .iter()
+                    .map(|id| biased[*id])
+                    .fold(f64::INFINITY, f64::min);
                 between_experts
                     .zip(&sorted)
                     .filter(|(_, better)| **better >= last)

@@ -29,7 +29,7 @@ fn compare_all(single: &LayerRun, ranks: &[usize]) -> usize {
                     };
                     let result = run.run();
                     compare(&run, &result, &expected);
-                    replicas = replicas.max(result.stats.replicas);
+                    replicas = replicas.max(result.stats.replicas.len());
                 }
             }
         }

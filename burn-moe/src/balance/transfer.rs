@@ -67,9 +67,21 @@ impl CostModel {
         compute.saturating_add(transfer_ps)
     }
 
+    /// The same with few chunks: nearly the same prediction, several times as fast.
+    pub(crate) fn coarse(&self) -> Self {
+        let chunk_bytes = match self.chunk_bytes {
+            0 => 0,
+            size => size.max(self.expert_bytes.div_ceil(4)),
+        };
+        Self {
+            chunk_bytes,
+            ..*self
+        }
+    }
+
     fn chunks(&self) -> u64 {
         // More chunks than this make no difference to the prediction, only to the time it takes.
-        const MOST: u64 = 64;
+        const MOST: u64 = 16;
         match self.chunk_bytes {
             0 => 1,
             size => self.expert_bytes.div_ceil(size).clamp(1, MOST),
@@ -141,7 +153,8 @@ impl Schedule {
         if self.relayed {
             // Home sends first: a relay waits only for ranks that never wait, so nothing can hang.
             let home = |s: &Hop| placement.home(s.expert as usize) as u32;
-            self.hops.sort_by_key(|s| s.from != home(s));
+            self.hops
+                .sort_unstable_by_key(|s| (s.from != home(s), s.expert, s.to));
         }
     }
 }
@@ -151,6 +164,7 @@ impl Schedule {
 #[derive(Debug, Default)]
 pub struct TransferSimulator {
     schedule: Schedule,
+    /// What each rank has to send (and, for the bound, to receive).
     sending: Vec<u32>,
     /// Positions in `schedule.hops` grouped by sender, and where each sender's group starts, `[ranks + 1]`.
     by_sender: Vec<u32>,
@@ -183,15 +197,44 @@ impl TransferSimulator {
         }
         let mut schedule = std::mem::take(&mut self.schedule);
         schedule.direct(placement, plan);
-        let direct = self.simulate(model, placement, &schedule);
-        schedule.relayed(placement, plan, &mut self.sending);
-        let relayed = if schedule.relayed {
-            self.simulate(model, placement, &schedule)
-        } else {
-            direct
+        // Without relays nobody waits for a first chunk, so whole experts do, and are quicker to simulate.
+        let whole = CostModel {
+            chunk_bytes: 0,
+            ..*model
         };
+        let mut time = self.simulate(&whole, placement, &schedule);
+        if time > self.at_least_ps(model, placement, plan) {
+            schedule.relayed(placement, plan, &mut self.sending);
+            if schedule.relayed {
+                time = time.min(self.simulate(model, placement, &schedule));
+            }
+        }
         self.schedule = schedule;
-        direct.min(relayed)
+        time
+    }
+
+    /// A quick lower bound of [`transfer_ps`](Self::transfer_ps): what the busiest rank receives, and what the busiest
+    /// home has to send even when relays do the rest.
+    pub fn at_least_ps(&mut self, model: &CostModel, placement: &Placement, plan: &Plan) -> u64 {
+        if plan.is_empty() || model.is_free() {
+            return 0;
+        }
+        self.sending.clear();
+        self.sending.resize(placement.ranks() * 2, 0);
+        let (sent, received) = self.sending.split_at_mut(placement.ranks());
+        for of_expert in plan.replicas.chunk_by(|a, b| a.expert == b.expert) {
+            sent[placement.home(of_expert[0].expert as usize)] += 1;
+            for replica in of_expert {
+                received[replica.rank as usize] += 1;
+            }
+        }
+        let busiest = self.sending.iter().copied().max().unwrap_or(0);
+        match model.wire_ps(model.expert_bytes) {
+            Some(wire) => wire
+                .saturating_mul(u64::from(busiest))
+                .saturating_add(model.latency_ps),
+            None => u64::MAX,
+        }
     }
 
     /// Time that `schedule` takes, in picoseconds; `u64::MAX` when weights cannot move.
@@ -250,7 +293,8 @@ impl TransferSimulator {
         }
         self.by_sender.clear();
         self.by_sender.extend(0..sends.len() as u32);
-        self.by_sender.sort_by_key(|&i| sends[i as usize].from);
+        self.by_sender
+            .sort_unstable_by_key(|&i| (sends[i as usize].from, i));
         self.senders.clear();
         self.senders.resize(ranks, Sender::default());
         self.receiver_free.clear();

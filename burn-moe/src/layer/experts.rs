@@ -52,9 +52,8 @@ impl GroupedExpertsConfig {
                 .collect()
         };
         GroupedExperts {
-            gate_up: lazy([count, d_model, 2 * d_hidden], device, {
-                let all = all.clone();
-                move || all(Drawn::ExpertGateUp, d_model, 2 * d_hidden)
+            gate_up: lazy([count, d_model, 2 * d_hidden], device, move || {
+                all(Drawn::ExpertGateUp, d_model, 2 * d_hidden)
             }),
             down: lazy([count, d_hidden, d_model], device, move || {
                 all(Drawn::ExpertDown, d_hidden, d_model)

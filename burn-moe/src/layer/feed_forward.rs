@@ -3,7 +3,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::init::{Drawn, draw, lazy};
-use crate::ops::{Replication, expert_swiglu};
+use crate::ops::{Replication, expert_swiglu, reshape};
 
 /// Configuration to create a [`FeedForward`] with [`init`](FeedForwardConfig::init).
 #[derive(Config, Debug)]
@@ -56,13 +56,13 @@ impl FeedForward {
         let rows = shape.num_elements() / width.max(1);
         let offsets: Tensor<1, Int> =
             Tensor::from_data(TensorData::from([0, rows as i32]), &x.device());
-        expert_swiglu(
-            x.reshape([rows, width]),
+        let out = expert_swiglu(
+            reshape(x, [rows, width]),
             self.gate_up.val().unsqueeze(),
             self.down.val().unsqueeze(),
             offsets,
             Replication::none(),
-        )
-        .reshape(shape)
+        );
+        reshape(out, shape)
     }
 }

@@ -2,7 +2,7 @@
 //! process, and an expert must start with the same weights wherever it lives.
 
 use burn::module::{Param, ParamId};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -42,10 +42,34 @@ pub(super) fn lazy<const D: usize>(
     device: &Device,
     draw: impl Fn() -> Vec<f32> + Send + Sync + 'static,
 ) -> Param<Tensor<D>> {
+    lazy_of(|dtype| dtype, shape, device, draw)
+}
+
+/// [`lazy`], in f32 where the device's default type is narrower.
+pub(super) fn lazy_wide<const D: usize>(
+    shape: [usize; D],
+    device: &Device,
+    draw: impl Fn() -> Vec<f32> + Send + Sync + 'static,
+) -> Param<Tensor<D>> {
+    let wide = |dtype| match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    lazy_of(wide, shape, device, draw)
+}
+
+/// `dtype` makes the parameter's type from the device's default.
+fn lazy_of<const D: usize>(
+    dtype: fn(DType) -> DType,
+    shape: [usize; D],
+    device: &Device,
+    draw: impl Fn() -> Vec<f32> + Send + Sync + 'static,
+) -> Param<Tensor<D>> {
     Param::uninitialized(
         ParamId::new(),
         move |device, require_grad| {
-            let values = Tensor::from_data(TensorData::new(draw(), shape), device);
+            let dtype = dtype(device.settings().float_dtype.into());
+            let values = Tensor::from_data(TensorData::new(draw(), shape), (device, dtype));
             values.set_require_grad(require_grad)
         },
         device.clone(),

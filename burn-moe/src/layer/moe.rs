@@ -8,6 +8,7 @@ use super::{
     ConfigError, FeedForward, FeedForwardConfig, GroupedExperts, GroupedExpertsConfig, Router,
     RouterConfig, Routing,
 };
+use crate::ops::reshape;
 use crate::parallel::{
     self, Balance, CombineOrder, ExpertParallel, ParallelError, ParallelLayer, ParallelOptions,
 };
@@ -151,9 +152,8 @@ impl Moe {
         let shape = x.shape();
         let width = shape[D - 1];
         let rows = shape.num_elements() / width.max(1);
-        self.forward_routed(x.reshape([rows, width]))
-            .output
-            .reshape(shape)
+        let flat = reshape(x, [rows, width]);
+        reshape(self.forward_routed(flat).output, shape)
     }
 
     /// [`forward`](Moe::forward) for flat tokens, with the routing.
@@ -164,6 +164,13 @@ impl Moe {
     pub fn forward_routed(&self, x: Tensor<2>) -> MoeOutput {
         let [tokens, _] = x.dims();
         let ep = &self.parallel.ep;
+        // All ranks take part in the exchanges of the backward pass, also one whose tokens are
+        // constants, such as an empty slice of something.
+        let x = if x.is_autodiff() && !x.is_tracked() {
+            x.require_grad()
+        } else {
+            x
+        };
         let routing = match ep.options().balance {
             Balance::Ideal => {
                 let first = ep.comm().rank() * tokens * self.router.top_k();

@@ -1,11 +1,11 @@
 use burn::config::Config;
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Module, Param};
 use burn::tensor::activation::{sigmoid, softmax};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData, s};
 
 use super::ConfigError;
-use super::init::{Drawn, draw, lazy};
-use crate::ops::{TopK, gather_rows, select_experts};
+use super::init::{Drawn, draw, lazy_wide};
+use crate::ops::{TopK, gather_rows, select_experts, sum_rows};
 
 /// How the router turns logits into scores.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl RouterConfig {
         )
     }
 
-    /// Creates the router.
+    /// Creates the router. Its parameters are f32 where the device's default type is narrower.
     ///
     /// # Panics
     ///
@@ -107,13 +107,13 @@ impl RouterConfig {
             ..
         } = *self;
         Router {
-            gate: lazy([d_model, num_experts], device, move || {
+            gate: lazy_wide([d_model, num_experts], device, move || {
                 draw(seed, Drawn::Gate, d_model, num_experts)
             }),
-            bias: self
-                .selection_bias
-                .then(|| Initializer::Zeros.init([self.num_experts], device))
-                .map(|bias: Param<Tensor<1>>| bias.set_require_grad(false)),
+            bias: self.selection_bias.then(|| {
+                lazy_wide([num_experts], device, move || vec![0.0; num_experts])
+                    .set_require_grad(false)
+            }),
             score_function: self.score_function,
             top_k: TopK {
                 k: self.top_k,
@@ -160,6 +160,17 @@ pub struct Routing {
     pub logits: Tensor<2>,
 }
 
+/// Rows from which on the logits of a token have the same bits however many tokens there are. The
+/// `gemm` crate, which Burn's CPU backends use, computes a single row in another order than many,
+/// and cuts depths over 512 in other places when neither rows nor columns are more than 64.
+fn least_rows(d_model: usize, num_experts: usize) -> usize {
+    if d_model > 512 && num_experts <= 64 {
+        65
+    } else {
+        2
+    }
+}
+
 /// Added to the sum of the weights before dividing by it, as in DeepSeek's code.
 const NORM_EPSILON: f64 = 1e-20;
 
@@ -182,9 +193,12 @@ impl Router {
         })
     }
 
-    /// Forced balanced routing, for measurements: token copy `i` goes to expert
-    /// `(first_copy + i) mod E`, so that every expert gets as many as every other, whatever the
-    /// scores. The weights are those of the router for these experts.
+    /// Forced balanced routing, for measurements: copy `i` of the batch, counted from
+    /// `first_copy`, goes to expert `i * stride mod E`, so that every expert gets as many as every
+    /// other, whatever the scores. The stride has no factor in common with `E` and is about 0.618
+    /// `E`: a token's experts lie far apart, on as many ranks as those of a trained router, so that
+    /// dispatch costs what it costs with real routing. The weights are the router's for these
+    /// experts.
     ///
     /// # Shapes
     ///
@@ -193,8 +207,9 @@ impl Router {
         self.route(x, |scores| {
             let [tokens, experts] = scores.dims();
             let k = self.top_k.k;
+            let stride = spreading_stride(experts);
             let ids: Vec<i32> = (0..tokens * k)
-                .map(|copy| ((first_copy + copy) % experts) as i32)
+                .map(|copy| ((first_copy + copy) % experts * stride % experts) as i32)
                 .collect();
             Tensor::from_data(TensorData::new(ids, [tokens, k]), &scores.device())
         })
@@ -221,7 +236,7 @@ impl Router {
             .collect();
         self.bias = Some(bias.map(|bias| {
             let data = TensorData::new(step, [experts]);
-            let step = Tensor::<1>::from_data(data, &bias.device()).cast(bias.dtype());
+            let step = Tensor::<1>::from_data(data, (&bias.device(), bias.dtype()));
             (bias + step).detach().set_require_grad(false)
         }));
     }
@@ -243,14 +258,9 @@ impl Router {
             _ => DType::F32,
         };
         let x = x.cast(dtype);
-        // Matrix products take another path for a single row, with other bits; and an empty batch
-        // must leave the same graph as a full one, since every rank takes part in its exchanges.
-        let x = if tokens < 2 {
-            let filler = Tensor::zeros([2 - tokens, d_model], (&x.device(), dtype));
-            Tensor::cat(vec![x, filler], 0)
-        } else {
-            x
-        };
+        // Small matrix products take other paths, with other bits.
+        let least = least_rows(d_model, self.num_experts());
+        let x = if tokens < least { padded(x, least) } else { x };
         let logits = x.matmul(self.gate.val().cast(dtype));
         let scores = match self.score_function {
             ScoreFunction::Softmax => softmax(logits.clone(), 1),
@@ -271,7 +281,7 @@ impl Router {
             scores,
             logits,
         };
-        if tokens < 2 {
+        if tokens < least {
             routing.truncated(tokens)
         } else {
             routing
@@ -286,12 +296,37 @@ impl Routing {
         let rows = Tensor::arange(0..tokens as i64, &self.ids.device());
         let first = |x| gather_rows(x, rows.clone());
         Self {
-            ids: self.ids.slice([0..tokens]),
+            ids: self.ids.slice(s![0..tokens]),
             weights: first(self.weights),
             scores: first(self.scores),
             logits: first(self.logits),
         }
     }
+}
+
+/// `x [T, D]` with zeros behind it, `[rows, D]`. Burn's `cat` leaves out an empty tensor, and with it
+/// the graph; an empty batch must have the graph of a full one, since every rank takes part in the
+/// exchanges of the backward pass, in the same order.
+fn padded(x: Tensor<2>, rows: usize) -> Tensor<2> {
+    let [tokens, _] = x.dims();
+    let index = (0..rows).map(|row| if row < tokens { row as i32 } else { -1 });
+    let index = TensorData::new(index.collect::<Vec<_>>(), [rows, 1]);
+    let index = Tensor::from_data(index, &x.device());
+    let ones = Tensor::ones([rows, 1], (&x.device(), x.dtype()));
+    sum_rows(x, index, ones)
+}
+
+/// The number nearest above 0.618 `experts` that has no factor in common with it.
+fn spreading_stride(experts: usize) -> usize {
+    let common = |mut a: usize, mut b: usize| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    (experts * 618 / 1000..)
+        .find(|stride| common(*stride, experts) == 1)
+        .unwrap_or(1)
 }
 
 /// Ids chosen outside of the graph, to be used inside of it.

@@ -1,7 +1,8 @@
 //! The operations on Burn's [`Tensor`], with their shapes checked.
 
 use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{Int, Shape, Tensor};
 
 use super::{MoeOps, Replication, RowExchange, TopK};
 
@@ -154,4 +155,13 @@ pub fn all_to_all_rows(x: Tensor<2>, exchange: RowExchange) -> Tensor<2> {
         "rows to send must be as many as announced in {exchange:?}"
     );
     Tensor::from_dispatch(Dispatch::all_to_all_rows(x.into_dispatch(), exchange))
+}
+
+/// The same elements in another shape. Burn's own `reshape` reads a 0 in the shape as "the size it
+/// had", which is not what an empty batch means.
+pub(crate) fn reshape<const D: usize, const D2: usize>(
+    x: Tensor<D>,
+    shape: impl Into<Shape>,
+) -> Tensor<D2> {
+    Tensor::from_dispatch(Dispatch::float_reshape(x.into_dispatch(), shape.into()))
 }

@@ -21,6 +21,7 @@ mod exchange;
 mod functions;
 
 pub use exchange::{Pass, Replica, ReplicaPool, Replication, RowExchange};
+pub(crate) use functions::reshape;
 pub use functions::{all_to_all_rows, expert_swiglu, gather_rows, select_experts, sum_rows};
 
 use burn::backend::{

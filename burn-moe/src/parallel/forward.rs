@@ -9,7 +9,9 @@ use bytes::Bytes;
 
 use super::dispatch::{DROPPED, Inbound, Outbound, instances_on};
 use super::{Balance, CombineOrder, ExpertParallel};
-use crate::balance::{LoadMatrix, Placement, Plan, Planner, Reroute, check, imbalance, planner};
+use crate::balance::{
+    self, LoadMatrix, Placement, Plan, Planner, Reroute, check, imbalance, planner,
+};
 use crate::comm::{Key, Op, fail};
 use crate::layer::GroupedExperts;
 use crate::ops::{Replica, Replication, RowExchange, all_to_all_rows, gather_rows, sum_rows};
@@ -23,8 +25,8 @@ pub struct LayerStats {
     pub imbalance_before: f64,
     /// Max over mean of token copies per rank, as computed.
     pub imbalance_after: f64,
-    /// Replicas in the plan.
-    pub replicas: usize,
+    /// The replicas of the plan.
+    pub replicas: Vec<balance::Replica>,
     /// Time that planning took, rerouting not included.
     pub planning: Duration,
     /// Bytes of token rows this rank sent to others, both ways of the forward pass.
@@ -33,6 +35,8 @@ pub struct LayerStats {
     pub replicated_bytes: usize,
     /// Token copies each rank computed.
     pub rank_load: Vec<u64>,
+    /// Token copies of each expert, over all ranks.
+    pub expert_load: Vec<u64>,
 }
 
 /// A layer's place in the model, with what it keeps between micro-batches. Clones share it.
@@ -236,11 +240,12 @@ pub(crate) fn forward(
         layer: layer.layer,
         imbalance_before,
         imbalance_after: imbalance(&rank_load),
-        replicas: state.plan.replicas.len(),
+        replicas: state.plan.replicas.clone(),
         planning,
         dispatched_bytes: (remote(&outbound.rows) + remote(&back)) * row_bytes,
         replicated_bytes: replication.outgoing().len() * expert_bytes,
         rank_load,
+        expert_load: expert_load.clone(),
     });
     (output, expert_load)
 }

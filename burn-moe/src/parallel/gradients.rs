@@ -32,16 +32,24 @@ pub fn reduce_gradients<M: Module>(
     let mut collect = Collect {
         grads,
         flat: Vec::new(),
+        flat64: Vec::new(),
         inside_sharded: 0,
     };
     module.visit(&mut collect);
     let Collect {
-        grads, mut flat, ..
+        grads,
+        mut flat,
+        mut flat64,
+        ..
     } = collect;
     comm.all_reduce_sum_f32(key, &mut flat)?;
+    if !flat64.is_empty() {
+        comm.all_reduce_sum_f64(key, &mut flat64)?;
+    }
     let mut spread = Spread {
         grads,
         flat: &flat,
+        flat64: &flat64,
         inside_sharded: 0,
     };
     module.visit(&mut spread);
@@ -51,6 +59,8 @@ pub fn reduce_gradients<M: Module>(
 struct Collect {
     grads: GradientsParams,
     flat: Vec<f32>,
+    /// Of f64 parameters.
+    flat64: Vec<f64>,
     inside_sharded: usize,
 }
 
@@ -67,15 +77,16 @@ impl ModuleVisitor for Collect {
         if self.inside_sharded > 0 || !param.is_require_grad() {
             return;
         }
-        match self.grads.remove::<D>(param.id) {
-            Some(grad) => {
+        let len = param.lazy_shape().num_elements();
+        let grad = self.grads.remove::<D>(param.id);
+        match (grad, param.val().dtype()) {
+            (Some(grad), DType::F64) => self.flat64.extend(grad.into_data().iter::<f64>()),
+            (None, DType::F64) => self.flat64.resize(self.flat64.len() + len, 0.0),
+            (Some(grad), _) => {
                 let data = grad.cast(DType::F32).into_data();
                 self.flat.extend(data.iter::<f32>());
             }
-            None => {
-                let len = self.flat.len() + param.lazy_shape().num_elements();
-                self.flat.resize(len, 0.0);
-            }
+            (None, _) => self.flat.resize(self.flat.len() + len, 0.0),
         }
     }
 }
@@ -83,6 +94,7 @@ impl ModuleVisitor for Collect {
 struct Spread<'a> {
     grads: GradientsParams,
     flat: &'a [f32],
+    flat64: &'a [f64],
     inside_sharded: usize,
 }
 
@@ -100,10 +112,20 @@ impl ModuleVisitor for Spread<'_> {
             return;
         }
         let value = param.val().inner();
-        let (own, rest) = self.flat.split_at(value.shape().num_elements());
-        self.flat = rest;
-        let data = TensorData::new(own.to_vec(), value.shape());
-        let grad = Tensor::<D>::from_data(data, &value.device()).cast(value.dtype());
+        let len = value.shape().num_elements();
+        let data = match value.dtype() {
+            DType::F64 => {
+                let own;
+                (own, self.flat64) = self.flat64.split_at(len);
+                TensorData::new(own.to_vec(), value.shape())
+            }
+            _ => {
+                let own;
+                (own, self.flat) = self.flat.split_at(len);
+                TensorData::new(own.to_vec(), value.shape())
+            }
+        };
+        let grad = Tensor::<D>::from_data(data, (&value.device(), value.dtype()));
         self.grads.register(param.id, grad);
     }
 }

@@ -18,8 +18,20 @@ pub fn print_table(rows: &[Row]) -> Result<()> {
             writeln!(
                 out,
                 "{:>5} {:>5}  {:<23} {:>7} {:>7} {:>7} {:>7} {:>7} {:>7} {:>6} {:>7} {:>8} {:>8} {:>9}",
-                "EP", "slots", "planner", "before", "mean", "p50", "p95", "max", "copies", "most",
-                "remote", "plan p50", "plan p95", "step"
+                "EP",
+                "slots",
+                "planner",
+                "before",
+                "mean",
+                "p50",
+                "p95",
+                "max",
+                "copies",
+                "most",
+                "remote",
+                "plan p50",
+                "plan p95",
+                "step"
             )?;
             writeln!(
                 out,
@@ -52,7 +64,10 @@ pub fn print_table(rows: &[Row]) -> Result<()> {
         )?;
     }
     if rows.iter().any(|r| r.slots_used > r.slots) {
-        writeln!(out, "\nslots in brackets: used by a planner that ignores their number")?;
+        writeln!(
+            out,
+            "\nslots in brackets: used by a planner that ignores their number"
+        )?;
     }
     Ok(())
 }

@@ -37,7 +37,10 @@ impl Routing {
             let ids = tensors.tensor("ids");
             let ids = ids.map_err(|_| anyhow::anyhow!("no tensor `ids`; the file has: {names}"))?;
             let &[layers, tokens, top_k] = ids.shape() else {
-                bail!("`ids` has shape {:?}, allowed: [layers, tokens, k]", ids.shape());
+                bail!(
+                    "`ids` has shape {:?}, allowed: [layers, tokens, k]",
+                    ids.shape()
+                );
             };
             ensure!(
                 layers > 0 && tokens > 0 && top_k > 0,
@@ -94,4 +97,71 @@ fn parse_ids(dtype: Dtype, data: &[u8], experts: usize) -> Result<Vec<u16>> {
             known.with_context(|| format!("`ids` holds {id}, allowed: below {experts} experts"))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+    use std::collections::HashMap;
+
+    /// Writes a routing file and reads it back.
+    fn read(
+        name: &str,
+        dtype: Dtype,
+        shape: &[usize],
+        data: &[u8],
+        experts: &str,
+    ) -> Result<Routing> {
+        let path = std::env::temp_dir().join(format!("plan-{}-{name}", std::process::id()));
+        let view = TensorView::new(dtype, shape.to_vec(), data)?;
+        let metadata = HashMap::from([("experts".to_owned(), experts.to_owned())]);
+        safetensors::serialize_to_file([("ids", view)], Some(metadata), &path)?;
+        let routing = Routing::read(&path);
+        std::fs::remove_file(&path)?;
+        routing
+    }
+
+    #[test]
+    fn tokens_go_to_sources_in_order() {
+        // Two layers of three tokens with two experts each.
+        let ids = [0, 1, 2, 3, 0, 3, 1, 2, 1, 2, 1, 2];
+        let wide: Vec<u8> = ids
+            .iter()
+            .flat_map(|&id| i32::from(id).to_le_bytes())
+            .collect();
+        for routing in [
+            read("u8", Dtype::U8, &[2, 3, 2], &ids, "4").unwrap(),
+            read("i32", Dtype::I32, &[2, 3, 2], &wide, "4").unwrap(),
+        ] {
+            assert_eq!((routing.layers, routing.tokens, routing.top_k), (2, 3, 2));
+            assert_eq!(routing.micro_batches(2), 1);
+            let mut load = LoadMatrix::new(2, 4);
+            routing.count(0, 0, 2, &mut load);
+            assert_eq!(load.counts(), [1, 1, 0, 0, 0, 0, 1, 1]);
+            routing.count(1, 0, 3, &mut load);
+            assert_eq!(load.counts(), [0, 1, 1, 0, 0, 2, 2, 0]);
+        }
+    }
+
+    #[test]
+    fn bad_files_say_what_is_wrong() {
+        let error = |result: Result<Routing>| format!("{:#}", result.unwrap_err());
+        let too_high = error(read("high", Dtype::U8, &[1, 2, 1], &[0, 4], "4"));
+        assert!(too_high.contains("holds 4"), "{too_high}");
+        let negative = error(read(
+            "minus",
+            Dtype::I32,
+            &[1, 1, 1],
+            &(-1i32).to_le_bytes(),
+            "4",
+        ));
+        assert!(negative.contains("holds -1"), "{negative}");
+        let flat = error(read("flat", Dtype::U8, &[2], &[0, 1], "4"));
+        assert!(flat.contains("[layers, tokens, k]"), "{flat}");
+        let wrong_type = error(read("i8", Dtype::I8, &[1, 2, 1], &[0, 1], "4"));
+        assert!(wrong_type.contains("I8"), "{wrong_type}");
+        let experts = error(read("experts", Dtype::U8, &[1, 2, 1], &[0, 1], "many"));
+        assert!(experts.contains("many"), "{experts}");
+    }
 }

@@ -18,10 +18,14 @@ pub struct Synthetic {
 const LOCAL_ALPHA: f64 = 4.0;
 
 impl Synthetic {
-    /// One micro-batch. Its counts are drawn around the expected ones with the variance that sampling has.
-    pub fn load(&self, seed: u64) -> LoadMatrix {
+    /// Micro-batches without end. Their counts are drawn around the expected ones with the variance that sampling has.
+    pub fn loads(self, seed: u64) -> impl Iterator<Item = LoadMatrix> {
         let chosen = self.chosen();
         let mut random = SplitMix(seed);
+        std::iter::repeat_with(move || self.load(&chosen, &mut random))
+    }
+
+    fn load(&self, chosen: &[f64], random: &mut SplitMix) -> LoadMatrix {
         let tokens = f64::from(self.tokens_per_rank);
         let mut load = LoadMatrix::new(self.ranks, self.experts);
         for source in 0..self.ranks {
@@ -61,7 +65,13 @@ impl Synthetic {
     }
 
     fn imbalance_of(&self, chosen: &[f64], placement: &Placement) -> f64 {
-        let rank = |r| placement.experts_of(r).iter().map(|&e| chosen[e as usize]).sum::<f64>();
+        let rank = |r| {
+            placement
+                .experts_of(r)
+                .iter()
+                .map(|&e| chosen[e as usize])
+                .sum::<f64>()
+        };
         let max = (0..self.ranks).map(rank).fold(0.0, f64::max);
         max * self.ranks as f64 / self.top_k as f64
     }
@@ -114,5 +124,37 @@ impl SplitMix {
     fn normal(&mut self) -> f64 {
         let radius = (-2.0 * self.uniform().ln()).sqrt();
         radius * (std::f64::consts::TAU * self.uniform()).cos()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_moe::balance::{Plan, imbalance};
+
+    #[test]
+    fn loads_have_the_wanted_imbalance_and_count_every_choice() {
+        for (ranks, experts, wanted) in [(64, 256, 1.5), (64, 256, 3.0), (100, 256, 2.0)] {
+            let synthetic = Synthetic {
+                ranks,
+                experts,
+                top_k: 8,
+                tokens_per_rank: 8192,
+                imbalance: wanted,
+            };
+            let placement = Placement::contiguous(experts, ranks);
+            let load = synthetic.loads(7).next().unwrap();
+            let mut rank_load = Vec::new();
+            Plan::default().rank_load(&load, &placement, &mut rank_load);
+            let got = imbalance(&rank_load);
+            assert!(
+                (got / wanted - 1.0).abs() < 0.02,
+                "wanted {wanted}, got {got}"
+            );
+            for source in 0..ranks {
+                let choices: u32 = load.row(source).iter().sum();
+                assert_eq!(choices, 8192 * 8);
+            }
+        }
     }
 }

@@ -17,15 +17,16 @@ pub struct ExactFitConfig {
     /// What tokens and the transfer of weights cost.
     pub cost: CostModel,
     /// Balance finer than this makes no step faster: slowest ranks up to this much above the lowest possible load count
-    /// as equal. In millionths of the mean load of a rank, for each slot of a rank.
+    /// as equal. In millionths of the mean load of a rank, for each slot of a rank, two at most.
     pub resolution: u32,
     /// What a copy has to gain even if its transfer is free, since it keeps links and memory busy: as many copies as
-    /// there are ranks are worth this much of the mean load of a rank. In millionths, for each slot of a rank.
+    /// there are ranks are worth this much of the mean load of a rank. In millionths, for each slot of a rank, two at
+    /// most.
     pub copy_price: u32,
 }
 
 impl Default for ExactFitConfig {
-    /// Free transfer, a resolution of 0.19 % and a price of 2.3 % for a copy on every rank, for each slot.
+    /// Free transfer, a resolution of 0.19 % and a price of 2 % for a copy on every rank, for each slot.
     ///
     /// Both grow with the slots: every filled slot adds a group to the rank's grouped matmul, whose padding and launch
     /// blur the balance, and a transfer to wait for. With more slots near-perfect balance is easy, and what is left to
@@ -35,7 +36,7 @@ impl Default for ExactFitConfig {
             min_quota: 1,
             cost: CostModel::free(),
             resolution: 1_900,
-            copy_price: 23_000,
+            copy_price: 20_000,
         }
     }
 }

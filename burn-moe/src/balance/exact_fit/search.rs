@@ -8,7 +8,7 @@ use super::fill::{Strategy, Task};
 /// Tried in this order, as many as the effort allows. Chosen one after the other, each for what it adds to those before
 /// it on real and synthetic loads.
 const STRATEGIES: [Strategy; 6] = [
-    strategy(true, 8, true),
+    strategy(true, 16, true),
     strategy(false, 2, false),
     strategy(false, 1, true),
     strategy(true, 1, false),
@@ -46,12 +46,16 @@ struct Search {
     best: Score,
     /// What is tried for each threshold.
     strategies: &'static [Strategy],
-    /// Many ranks: there is no time to try all strategies everywhere, and less to gain, as large cases are easier to fit.
+    /// Many ranks, or transfers to simulate: there is no time to try all strategies everywhere, so what works first is
+    /// kept to.
     large: bool,
 }
 
 /// More ranks than this are a large case.
 const LARGE: usize = 48;
+
+/// With more ranks than this, adding up the loads takes most of the time there is.
+const HUGE: usize = 256;
 
 impl ExactFit {
     /// Leaves the best plan it finds in `self.best`.
@@ -60,19 +64,26 @@ impl ExactFit {
         let max = self.board.max();
         let slots = slots.min(self.board.expert_load.len()) as u32;
         let mean = self.board.mean();
-        let per_slot = u128::from(self.config.resolution) * u128::from(slots);
+        // Resolution and price are for each slot, two at most.
+        let counted = u128::from(slots.min(2));
+        let resolution = u128::from(self.config.resolution) * counted;
         let lowest = self.lowest(placement);
-        let flat = lowest + (u128::from(mean) * per_slot / 1_000_000) as u64;
+        let flat = lowest + (u128::from(mean) * resolution / 1_000_000) as u64;
         let price = u128::from(self.config.copy_price) * u128::from(self.config.cost.token_ps);
-        let price = price.saturating_mul(u128::from(slots));
-        let large = placement.ranks() > LARGE;
+        let price = price.saturating_mul(counted);
+        let large = placement.ranks() > LARGE || !self.config.cost.is_free();
+        let tried = match placement.ranks() {
+            n if n > HUGE => 2,
+            n if n > LARGE => 3,
+            _ => STRATEGIES.len(),
+        };
         let mut search = Search {
             slots,
             price: price.saturating_mul(u128::from(self.board.total)),
             lowest,
             flat,
             best: (u128::MAX, 0, max),
-            strategies: if large { &STRATEGIES[..3] } else { &STRATEGIES },
+            strategies: &STRATEGIES[..tried],
             large,
         };
         search.best.0 = self.cost(&search, max, 0, 0);
@@ -101,8 +112,13 @@ impl ExactFit {
     fn climb(&mut self, placement: &Placement, search: &mut Search) {
         let (mean, max) = (self.board.mean(), self.board.max());
         // Differences too small to matter, unless the lowest imbalance is asked for.
-        let grain = if self.strict { 0 } else { mean / 2000 };
+        let grain = match (self.strict, search.large) {
+            (true, _) => 0,
+            (false, true) => mean / 1000,
+            (false, false) => mean / 2000,
+        };
         let (mut infeasible, mut feasible) = (None, None);
+        let free = self.config.cost.is_free();
         let (mut tried, mut failures) = (0, 0);
         for step in LADDER {
             let above = u128::from(mean) * u128::from(step) / 1000;
@@ -125,7 +141,7 @@ impl ExactFit {
                 infeasible = Some(threshold);
             } else {
                 failures += 1;
-                if search.large && failures == 2 {
+                if search.large && free && failures == 2 {
                     break;
                 }
             }
@@ -191,7 +207,9 @@ impl ExactFit {
             }
         }
         let copies = self.candidate.len();
-        let transfer = self.transfer(placement);
+        let Some(transfer) = self.transfer(placement, search, threshold) else {
+            return false;
+        };
         let score = (
             self.cost(search, threshold, copies, transfer),
             copies,
@@ -208,18 +226,25 @@ impl ExactFit {
         true
     }
 
-    /// Predicted time of the candidate's weight transfer.
-    fn transfer(&mut self, placement: &Placement) -> u64 {
-        if self.config.cost.is_free() {
-            return 0;
+    /// Predicted time of the candidate's weight transfer; none when even the least that it can take is too long to
+    /// beat the best.
+    fn transfer(&mut self, placement: &Placement, search: &Search, threshold: u64) -> Option<u64> {
+        let model = self.config.cost.coarse();
+        if model.is_free() {
+            return Some(0);
         }
+        let copies = self.candidate.len();
         let mut trial = std::mem::take(&mut self.trial);
         std::mem::swap(&mut self.best, &mut self.candidate);
         self.write(&mut trial);
         std::mem::swap(&mut self.best, &mut self.candidate);
-        let time = self
-            .simulator
-            .transfer_ps(&self.config.cost, placement, &trial);
+        let least = self.simulator.at_least_ps(&model, placement, &trial);
+        let hopeful = (
+            self.cost(search, threshold, copies, least),
+            copies,
+            threshold,
+        ) < search.best;
+        let time = hopeful.then(|| self.simulator.transfer_ps(&model, placement, &trial));
         self.trial = trial;
         time
     }

@@ -96,7 +96,7 @@ pub(super) fn weighted_sum_backward<T: Real>(
 }
 
 /// Sums in eight lanes, so that the compiler can use vector registers.
-fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+pub(super) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut lanes = [T::zero(); 8];
     let (a_chunks, b_chunks) = (a.chunks_exact(8), b.chunks_exact(8));
     let rest = a_chunks

@@ -1,0 +1,270 @@
+//! What the binaries have in common: option values, errors, exit codes.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use burn::tensor::Device;
+use burn_moe::balance::{BalanceError, PLANNERS};
+use burn_moe::comm::{CommError, Communicator, RankOptions, RanksError, Timing, try_run_ranks};
+use burn_moe::layer::ConfigError;
+use burn_moe::parallel::{Balance, ParallelError};
+use burn_moe_models::checkpoint::CheckpointError;
+use burn_moe_models::{ModelConfig, ModelError};
+use clap::{Args, ValueEnum};
+
+use crate::data::DataError;
+
+/// Options of everything that runs a model over ranks.
+#[derive(Debug, Clone, Args)]
+pub struct RankArgs {
+    /// Expert-parallel ranks, threads of this process; must divide the experts.
+    #[arg(long, default_value_t = 4)]
+    pub ranks: usize,
+    /// Replica slots of each rank, shared by all layers.
+    #[arg(long, default_value_t = 2)]
+    pub slots: usize,
+    /// Planner of `--balance exact`.
+    #[arg(long, default_value = DEFAULT_PLANNER, value_parser = clap::builder::PossibleValuesParser::new(PLANNERS))]
+    pub planner: String,
+    /// What the times are: `wall` clock, or the `critical-path`, where the ranks compute one after
+    /// another and a step takes the sum over its phases of the slowest rank. Default: wall when
+    /// there are at least as many cores as ranks.
+    #[arg(long)]
+    pub timing: Option<TimingArg>,
+    /// Seconds to wait for another rank before giving up.
+    #[arg(long, default_value_t = 120.0)]
+    pub timeout: f64,
+    /// Where tensors live.
+    #[arg(long, default_value = "flex")]
+    pub device: DeviceArg,
+}
+
+/// Planner that the binaries use unless told otherwise.
+pub const DEFAULT_PLANNER: &str = "quota";
+
+/// Values of `--timing`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TimingArg {
+    /// Time on the clock.
+    Wall,
+    /// Sum over phases of the slowest rank.
+    CriticalPath,
+}
+
+/// Values of `--device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    /// Burn's Flex CPU backend.
+    Flex,
+}
+
+/// Values of `--balance`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
+pub enum BalanceArg {
+    /// No balancing.
+    None,
+    /// Replicas by exact load.
+    Exact,
+    /// Forced balanced routing.
+    Ideal,
+}
+
+impl BalanceArg {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Exact => "exact",
+            Self::Ideal => "ideal",
+        }
+    }
+}
+
+impl From<BalanceArg> for Balance {
+    fn from(arg: BalanceArg) -> Self {
+        match arg {
+            BalanceArg::None => Self::None,
+            BalanceArg::Exact => Self::Exact,
+            BalanceArg::Ideal => Self::Ideal,
+        }
+    }
+}
+
+impl TimingArg {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Wall => "wall",
+            Self::CriticalPath => "critical-path",
+        }
+    }
+}
+
+impl RankArgs {
+    /// How the times are measured.
+    pub fn timing(&self) -> TimingArg {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        match self.timing {
+            Some(timing) => timing,
+            None if cores >= self.ranks => TimingArg::Wall,
+            None => TimingArg::CriticalPath,
+        }
+    }
+
+    /// Checks what clap cannot.
+    ///
+    /// # Errors
+    ///
+    /// Names the option, its value and what is allowed.
+    pub fn validate(&self, model: &ModelConfig) -> Result<(), CliError> {
+        let divisors = || {
+            (1..=model.num_experts)
+                .filter(|ranks| model.num_experts.is_multiple_of(*ranks))
+                .map(|ranks| ranks.to_string())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        check(
+            self.ranks > 0 && model.num_experts.is_multiple_of(self.ranks),
+            "--ranks",
+            self.ranks,
+            || {
+                format!(
+                    "the divisors of the config's {} experts ({})",
+                    model.num_experts,
+                    divisors()
+                )
+            },
+        )?;
+        check(
+            self.timeout > 0.0 && self.timeout <= 86_400.0,
+            "--timeout",
+            self.timeout,
+            || "more than 0, at most 86400".into(),
+        )
+    }
+
+    /// Runs `f` on every rank and returns what each returned, in order of rank.
+    ///
+    /// # Errors
+    ///
+    /// The first error that a rank returned for its own reason, as it is; otherwise what
+    /// [`try_run_ranks`] says of the rank that failed.
+    pub fn run<R: Send>(
+        &self,
+        f: impl Fn(Arc<dyn Communicator>) -> Result<R, CliError> + Sync,
+    ) -> Result<Vec<R>, CliError> {
+        let options = RankOptions {
+            timeout: Duration::from_secs_f64(self.timeout),
+            timing: match self.timing() {
+                TimingArg::Wall => Timing::Wall,
+                TimingArg::CriticalPath => Timing::CriticalPath,
+            },
+            ..Default::default()
+        };
+        let own = Mutex::new(None);
+        let result = try_run_ranks(self.ranks, options, |comm| {
+            f(comm).map_err(|error| match error {
+                CliError::Comm(error) => Box::<dyn Error + Send + Sync>::from(error),
+                error => {
+                    let message = error.to_string();
+                    own.lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .get_or_insert(error);
+                    message.into()
+                }
+            })
+        });
+        let own = own.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match (result, own) {
+            (Ok(results), _) => Ok(results),
+            (Err(_), Some(error)) => Err(error),
+            (Err(error), None) => Err(error.into()),
+        }
+    }
+
+    /// The device, without autodiff.
+    pub fn device(&self) -> Device {
+        match self.device {
+            DeviceArg::Flex => Device::flex(),
+        }
+    }
+}
+
+/// `Ok` when `allowed`, else an error that names the option.
+pub fn check(
+    allowed: bool,
+    option: &'static str,
+    value: impl ToString,
+    what: impl FnOnce() -> String,
+) -> Result<(), CliError> {
+    if allowed {
+        return Ok(());
+    }
+    Err(CliError::Option(ConfigError {
+        field: option,
+        value: value.to_string(),
+        allowed: what(),
+    }))
+}
+
+/// Why a binary ends without result.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// An option has a value that is not allowed.
+    #[error(transparent)]
+    Option(#[from] ConfigError),
+    /// The model's description is not usable.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The data is not usable.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A checkpoint cannot be read or written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Expert parallelism refuses its settings.
+    #[error(transparent)]
+    Parallel(#[from] ParallelError),
+    /// The balancer refuses its input.
+    #[error(transparent)]
+    Balance(#[from] BalanceError),
+    /// A file cannot be written.
+    #[error("{}: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A rank failed while running.
+    #[error(transparent)]
+    Ranks(#[from] RanksError),
+    /// Another rank was lost or too late.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+}
+
+impl CliError {
+    /// 2 for wrong input, 1 for a failure while running.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Ranks(RanksError::Failed(_)) | Self::Comm(_) | Self::Write { .. } => 1,
+            _ => 2,
+        }
+    }
+}
+
+/// Prints the error, if any, as one line and gives the exit code.
+pub fn finish(result: Result<(), CliError>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
