@@ -43,7 +43,7 @@ pub struct RankArgs {
 }
 
 /// Planner that the binaries use unless told otherwise.
-pub const DEFAULT_PLANNER: &str = "quota";
+pub const DEFAULT_PLANNER: &str = "exact-fit";
 
 /// Values of `--timing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -255,6 +255,19 @@ impl CliError {
             Self::Ranks(RanksError::Failed(_)) | Self::Comm(_) | Self::Write { .. } => 1,
             _ => 2,
         }
+    }
+}
+
+/// Keeps freed memory for the next step, instead of giving every large buffer back to the system
+/// and faulting its pages in again: a training step allocates and frees the same sizes over and
+/// over. Call it first thing; does nothing where the C library is not glibc.
+pub fn keep_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: mallopt only sets parameters of the allocator, and no other thread runs yet.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
+        libc::mallopt(libc::M_TOP_PAD, 16 << 20);
     }
 }
 

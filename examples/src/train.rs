@@ -31,7 +31,7 @@ pub struct TrainArgs {
     #[arg(long, value_delimiter = ',', default_value = "none,exact,ideal")]
     pub balance: Vec<BalanceArg>,
     /// Optimizer steps.
-    #[arg(long, default_value_t = 60)]
+    #[arg(long, default_value_t = 50)]
     pub steps: usize,
     /// Seed of weights and data.
     #[arg(long, default_value_t = 0)]

@@ -117,7 +117,7 @@ impl ModelConfig {
             rope_theta: 10_000.0,
             max_sequence_length: 1024,
             d_hidden_dense: 384,
-            d_hidden_expert: 64,
+            d_hidden_expert: 128,
             num_experts: 64,
             top_k: 6,
             n_group: 8,

@@ -1,7 +1,7 @@
 //! The whole layer on one rank is a loop over tokens and experts, with its gradients, whatever is
 //! dropped; and what it computes for a token does not depend on how many others there are.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, s};
 use burn_moe::comm::{RankOptions, run_ranks};
 use burn_moe::layer::{Moe, MoeConfig, RouterConfig, ScoreFunction};
 use burn_moe::ops::{Replication, expert_swiglu};
@@ -281,7 +281,7 @@ fn rows_with_other_bits(d_model: usize, d_hidden: usize, seed: u64) -> Vec<usize
     let forward = |rows: std::ops::Range<usize>| {
         let offsets = index_of(&[0, rows.len() as i64], [2], &device);
         bits(&expert_swiglu(
-            x.clone().slice([rows]),
+            x.clone().slice(s![rows]),
             gate_up.clone(),
             down.clone(),
             offsets,
@@ -326,7 +326,7 @@ fn token_bits_do_not_depend_on_the_number_of_tokens() {
                 &device,
             );
             let forward = |count: usize| {
-                let routed = moe.forward_routed(x.clone().slice([0..count]));
+                let routed = moe.forward_routed(x.clone().slice(s![0..count]));
                 [
                     ("logits", bits(&routed.routing.logits)),
                     ("weights", bits(&routed.routing.weights)),

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, s};
 use burn_moe::comm::{Key, Op, RankOptions, run_ranks};
 use burn_moe::ops::{
     Replica, ReplicaPool, Replication, RowExchange, all_to_all_rows, expert_swiglu, gather_rows,
@@ -412,7 +412,7 @@ fn operands_need_not_be_contiguous() {
     let x_view = x_whole.clone().transpose();
     let out = experts.compute(
         x_view.clone(),
-        gate_up_whole.clone().slice([2..5]),
+        gate_up_whole.clone().slice(s![2..5]),
         down_whole.clone().swap_dims(1, 2),
     );
     let expected = experts.naive(&x, &gate_up, &down);
@@ -427,7 +427,7 @@ fn operands_need_not_be_contiguous() {
         dot(&experts.naive(x, &gate_up, &down), &factors)
     });
     let grad = gate_up_whole.grad(&grads).expect("a gradient");
-    assert_gradient("gate_up", &values(&grad.slice([2..5])), &gate_up, |w| {
+    assert_gradient("gate_up", &values(&grad.slice(s![2..5])), &gate_up, |w| {
         dot(&experts.naive(&x, w, &down), &factors)
     });
     let grad = down_whole.grad(&grads).expect("a gradient").swap_dims(1, 2);
@@ -439,7 +439,7 @@ fn operands_need_not_be_contiguous() {
     let gathered = gather_rows(x_view.clone(), index_of(&index, [4], &device));
     assert_eq!(values(&gathered), naive_gather(&x, 5, &index));
     // Rows 1 to 4 of the view: a start in the middle of the memory.
-    let middle = tensor64(&x, x_shape, &device).slice([1..4]);
+    let middle = tensor64(&x, x_shape, &device).slice(s![1..4]);
     let gathered = gather_rows(middle.clone(), index_of(&[2, 0], [2], &device));
     assert_eq!(values(&gathered), naive_gather(&x[5..20], 5, &[2, 0]));
     let weights = [0.5, -2.0, 3.0, 0.25];
@@ -459,7 +459,7 @@ fn operands_need_not_be_contiguous() {
             send: [1, 2].into(),
             receive: [comm.rank() + 1; 2].into(),
         };
-        let rows = tensor64(&x, x_shape, &Device::flex()).slice([1..4]);
+        let rows = tensor64(&x, x_shape, &Device::flex()).slice(s![1..4]);
         values(&all_to_all_rows(rows, exchange))
     })
     .expect("both ranks");
@@ -570,9 +570,7 @@ fn wrong_shapes_panic_and_say_which() {
     let zeros2 = |shape: [usize; 2]| Tensor::<2>::zeros(shape, &device);
     let zeros3 = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
     let message = |f: Box<dyn FnOnce() -> Tensor<2>>| {
-        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f))
-            .err()
-            .expect("a panic");
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).expect_err("a panic");
         match panic.downcast::<String>() {
             Ok(text) => *text,
             Err(panic) => panic.downcast::<&str>().expect("a text").to_string(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, s};
 use burn_moe::comm::{Communicator, Key, Op, RankOptions, run_ranks};
 use burn_moe::layer::loss::load_balancing;
 use burn_moe::layer::{Moe, MoeConfig, RouterConfig};
@@ -258,7 +258,7 @@ fn tokens_outside_of_the_graph_on_one_rank() {
                 let x = tensor_of(&random(8 * 5, 1), [8, 5], DType::F32, &device);
                 let x = model.input.forward(x);
                 let x = match comm.rank() {
-                    0 => x.slice([0..tokens]).detach(),
+                    0 => x.slice(s![0..tokens]).detach(),
                     _ => x,
                 };
                 let out = model.layers[1].forward(model.layers[0].forward(x.clone()) + x);

@@ -74,7 +74,7 @@ impl Default for ParallelOptions {
     fn default() -> Self {
         Self {
             balance: Balance::Exact,
-            planner: "quota".into(),
+            planner: "exact-fit".into(),
             slots: 2,
             combine: CombineOrder::default(),
             lane: 0,

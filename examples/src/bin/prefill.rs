@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use burn_moe_examples::cli::finish;
+use burn_moe_examples::cli::{finish, keep_freed_memory};
 use burn_moe_examples::prefill::{PrefillArgs, run};
 use clap::Parser;
 
@@ -16,5 +16,6 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     finish(run(&Cli::parse().prefill).map(|_| ()))
 }
