@@ -136,6 +136,28 @@ fn groups_softmax_and_dropping() {
     compare_all(&LayerRun::single(config, 90), &[2, 4]);
 }
 
+/// Products deeper than 512 with at most 64 columns: there the number of rows, which differs
+/// between ranks, can decide in which order a matrix product adds.
+#[test]
+fn deep_and_thin_products() {
+    for (d_model, d_hidden) in [(600, 8), (16, 600)] {
+        let config = MoeConfig::new(RouterConfig::new(d_model, 8, 2), d_hidden)
+            .with_num_shared_experts(1)
+            .with_seed(5);
+        let single = LayerRun::single(config, 150);
+        let expected = single.run();
+        for (ranks, balance) in [(2, Balance::None), (4, Balance::Exact)] {
+            let run = LayerRun {
+                ranks,
+                balance,
+                slots: 2,
+                ..single.clone()
+            };
+            compare(&run, &run.run(), &expected);
+        }
+    }
+}
+
 #[test]
 fn ideal_routing_is_balanced() {
     for ranks in [1, 2, 4] {

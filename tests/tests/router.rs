@@ -170,6 +170,27 @@ proptest! {
     }
 }
 
+/// A score that is no number is as good as none: below every other, however low.
+#[test]
+fn scores_that_are_no_numbers_come_last() {
+    let device = Device::flex();
+    let (nan, low) = (f64::NAN, -9.0);
+    let choose = |groups, kept_groups| {
+        let scores = [nan, low, nan, -8.0, nan, nan, -7.0, nan];
+        let top_k = TopK {
+            k: 3,
+            groups,
+            kept_groups,
+        };
+        let scores = tensor_of(&scores, [1, 8], DType::F32, &device);
+        let ids = select_experts(scores, Tensor::zeros([8], &device), top_k).to_data();
+        ids.iter::<i64>().collect::<Vec<_>>()
+    };
+    assert_eq!(choose(1, 1), [6, 3, 1]);
+    // Only the first group of four has two numbers.
+    assert_eq!(choose(2, 1), [3, 1, 0]);
+}
+
 /// Scores given directly, as logits of a sigmoid router with an identity gate.
 fn route_scores(config: RouterConfig, scores: &[f64], bias: &[f64]) -> Routing {
     let device = Device::flex();

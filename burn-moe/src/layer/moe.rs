@@ -166,6 +166,7 @@ impl Moe {
         let ep = &self.parallel.ep;
         // All ranks take part in the exchanges of the backward pass, also one whose tokens are
         // constants, such as an empty slice of something.
+        #[cfg(feature = "autodiff")]
         let x = if x.is_autodiff() && !x.is_tracked() {
             x.require_grad()
         } else {

@@ -235,6 +235,7 @@ pub struct ReplicaPool {
 
 impl ReplicaPool {
     /// Takes the buffers if they are here and of type `T`.
+    #[cfg(feature = "flex")] // the others pass through host memory and keep nothing
     pub(crate) fn take<T: Any + Send>(&self) -> Option<T> {
         let slots = self.lock().take()?;
         slots.downcast::<T>().ok().map(|slots| *slots)

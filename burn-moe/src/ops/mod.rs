@@ -50,6 +50,7 @@ pub struct TopK {
 pub trait MoeOps: Backend {
     /// Experts of each token, best first: top-k of `scores + bias` within the kept groups.
     /// `scores [T, E]`, `bias [E]` -> ids `[T, K]`. Ties go to the lowest id.
+    #[allow(unused_variables)]
     fn select_experts(
         scores: FloatTensor<Self>,
         bias: FloatTensor<Self>,
@@ -61,6 +62,7 @@ pub trait MoeOps: Backend {
 
     /// Adjoint of [`gather_rows`](MoeOps::gather_rows): `out[index[i]] += grad[i]` in order of
     /// `i`, `out [rows, D]`.
+    #[allow(unused_variables)]
     fn scatter_add_rows(
         grad: FloatTensor<Self>,
         index: IntTensor<Self>,
@@ -119,6 +121,7 @@ pub trait MoeOps: Backend {
 
     /// The experts of a rank, home and replicated: fetches the replicas that `replication` names,
     /// computes [`grouped_swiglu`](MoeOps::grouped_swiglu), and gives the slots back.
+    #[allow(unused_variables)]
     fn expert_swiglu(
         x: FloatTensor<Self>,
         gate_up: FloatTensor<Self>,
@@ -146,6 +149,7 @@ pub trait MoeOps: Backend {
 
     /// Sends the home experts that others replicate, and receives into this rank's slots:
     /// `gate_up [L, D, 2F]`, `down [L, F, D]` -> `[R, D, 2F]`, `[R, F, D]`.
+    #[allow(unused_variables)]
     fn fetch_experts(
         gate_up: FloatTensor<Self>,
         down: FloatTensor<Self>,
@@ -157,6 +161,7 @@ pub trait MoeOps: Backend {
 
     /// Gradients of replicas go home: sends `slot_*` to the home ranks and adds what arrives to
     /// the home gradients, in the order of the sending ranks.
+    #[allow(unused_variables)]
     fn return_expert_grads(
         gate_up: FloatTensor<Self>,
         down: FloatTensor<Self>,
@@ -175,6 +180,7 @@ pub trait MoeOps: Backend {
 
     /// Rows to other ranks: `x [sum of send, D]`, in order of destination ->
     /// `[sum of receive, D]`, in order of source.
+    #[allow(unused_variables)]
     fn all_to_all_rows(x: FloatTensor<Self>, exchange: RowExchange) -> FloatTensor<Self> {
         exchange::all_to_all_through_host::<Self>(x, exchange)
     }

@@ -4,6 +4,7 @@ const byId = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const finite = x => typeof x === "number" && Number.isFinite(x);
 const fixed = (x, digits) => finite(x) ? x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : "–";
+const compact = x => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 const number = x => fixed(x, 0);
 const width = id => Math.max(260, byId(id).clientWidth);
 const largest = list => list.reduce((a, b) => finite(b) && b > a ? b : a, -Infinity);
@@ -130,13 +131,13 @@ function nice(x) {
 }
 function ticks(low, high, count) {
   const step = nice(Math.max(high - low, 1e-9) / count), out = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && out.length < 50; i++) out.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && out.length < 50; i++) out.push(i * step + 0);
   return { out, digits: (String(+step.toPrecision(3)).split(".")[1] || "").length };
 }
 function yAxis(root, { left, right, top, height, low, high, count }) {
   const { out, digits } = ticks(low, high, count), y = v => top + height * (1 - (v - low) / (high - low));
   for (const v of out) root.append(svg("line", { x1: left, x2: right, y1: y(v), y2: y(v), stroke: "var(--line)" }),
-    text(left - 6, y(v) + 4, fixed(v, digits), "end"));
+    text(left - 6, y(v) + 4, high >= 1e5 ? compact(v) : fixed(v, digits), "end"));
   return y;
 }
 
@@ -153,7 +154,7 @@ function lines(id, { series, from, digits, label, unit }) {
   for (let step = Math.ceil(every); step <= n; step += Math.ceil(every)) root.append(text(x(step - 1), top + height + 16, step));
   if (every > 1 && x(Math.ceil(every) - 1) - x(0) > 26) root.append(text(x(0), top + height + 16, 1));
   root.append(text((left + right) / 2, top + height + 34, `step (height: ${unit})`));
-  for (const s of series) if (s.band) {
+  for (const s of series) if (s.band?.flat().every(finite)) {
     const [lower, upper] = s.band.map(b => b.map((v, i) => [x(i), y(v)].map(z => z.toFixed(1))));
     root.append(svg("path", { d: `M${upper.join("L")}L${lower.reverse().join("L")}Z`, fill: look(s.look).stroke, opacity: 0.15 }));
   }
@@ -245,7 +246,7 @@ function bars(id, stacked, most, label) {
   const left = 56, top = 18, height = 220, bw = Math.max(7, Math.min(120, (width(id) - left - 8) / stacked.length));
   const right = left + bw * stacked.length, root = chart(right + 8, top + height + 38, label), gap = bw > 24 ? 3 : 1;
   const y = yAxis(root, { left, right, top, height, low: 0, high: most, count: 4 }), mean = sum(stacked.map(total)) / stacked.length;
-  const every = Math.ceil(24 / bw);
+  const every = Math.ceil(24 / bw), over = [];
   stacked.forEach((stack, rank) => {
     let below = 0;
     stack.forEach((part, i) => {
@@ -259,11 +260,11 @@ function bars(id, stacked, most, label) {
           "pointer-events": "none" }, part.expert));
       below += part.tokens;
     });
-    if (bw >= 44) root.append(text(left + bw * (rank + 0.5), y(below) - 5, mean > 0 ? `${fixed(below / mean, 2)} ×` : "", "middle", "ink"));
+    if (bw >= 44) over.push(text(left + bw * (rank + 0.5), y(below) - 5, mean > 0 ? `${fixed(below / mean, 2)} ×` : "", "middle", "ink"));
     if (rank % every === 0) root.append(text(left + bw * (rank + 0.5), top + height + 15, rank));
   });
   root.append(svg("line", { x1: left, x2: right, y1: y(mean), y2: y(mean), stroke: "var(--mean)", "stroke-width": 2, "stroke-dasharray": "5 3",
-    "pointer-events": "none" }));
+    "pointer-events": "none" }), ...over);
   root.append(text((left + right) / 2, top + height + 32, "rank (height: token copies)"));
   byId(id).replaceChildren(root);
 }
@@ -274,9 +275,9 @@ function table(id, runs, rows) {
   const cell = (name, content, scope) => Object.assign(element(name, content), scope ? { scope } : {});
   head.append(element("td", ""), ...runs.map(run => cell("th", run.balance, "col")));
   for (const [name, of] of rows) {
-    const row = body.insertRow();
-    if (!of) row.className = "part";
-    row.append(cell("th", name, "row"), ...runs.map(run => element("td", of ? of(run) : "")));
+    const row = body.insertRow(), head = cell("th", name, of ? "row" : "rowgroup");
+    if (of) row.append(head, ...runs.map(run => element("td", of(run))));
+    else { row.className = "part"; head.colSpan = runs.length + 1; row.append(head); }
   }
   byId(id).replaceChildren(node);
 }

@@ -37,7 +37,7 @@ const controls = [
 
 // Two bars a layer, from 1, which is perfect.
 function layerBars(run) {
-  const pairs = run.imbalance[0] || [], left = 56, top = 18, height = 200;
+  const pairs = run.imbalance[0] || [], left = 56, top = 26, height = 200;
   const all = runs.flatMap(r => (r.imbalance[0] || []).flat()), high = 1 + (Math.max(1.01, largest(all)) - 1) * 1.05;
   const bw = Math.max(16, Math.min(140, (width("layers") - left - 8) / Math.max(1, pairs.length))), right = left + bw * pairs.length;
   const root = chart(right + 8, top + height + 38, `Imbalance of each layer, ${run.balance}. ` +
@@ -45,7 +45,7 @@ function layerBars(run) {
   const y = yAxis(root, { left, right, top, height, low: 1, high, count: 4 }), gap = bw > 40 ? 10 : 2, w = (bw - 2 * gap) / 2;
   pairs.forEach((pair, i) => {
     const x = left + bw * i, group = svg("g", { class: "cell", "data-tip": `layer ${run.layers[i]}\nbefore: ${fixed(pair[0], 3)}\nafter: ${fixed(pair[1], 3)}` });
-    group.append(svg("rect", { x: x + 1, y: top, width: bw - 2, height: height + 20, rx: 3, fill: "transparent",
+    group.append(svg("rect", { x: x + 1, y: 2, width: bw - 2, height: top + height + 18, rx: 3, fill: "transparent",
       stroke: i === state.layer ? "var(--ink)" : "none", "stroke-width": 2 }));
     pair.forEach((value, side) => {
       const at = x + gap + w * side;
@@ -73,10 +73,11 @@ function rankLoads(run) {
   bars("bars-after", now, most, `Token copies of each rank after balancing, with ${note}: ${now.map(total).join(", ")}`);
 }
 
-// Text with its control characters to be seen.
+// Text whose control characters, and spaces at the ends of a line, can be seen.
 function visible(content) {
   const node = element("pre", []);
-  for (const part of content.split(/([\x00-\x1f\x7f])/)) {
+  for (const part of content.split(/([\x00-\x1f\x7f]|^ +| +$)/m).filter(Boolean)) {
+    if (/^ +$/.test(part)) { node.append(element("span", "·".repeat(part.length), "mark")); continue; }
     if (!/^[\x00-\x1f\x7f]$/.test(part)) { node.append(part); continue; }
     const code = part.charCodeAt(0), sign = { 9: "→", 10: "↵" }[code] || `\\x${code.toString(16).padStart(2, "0")}`;
     node.append(element("span", sign, "mark"), code === 10 || code === 9 ? part : "");

@@ -92,7 +92,7 @@ function heatMaps(run) {
 }
 
 function rankLoads(run) {
-  const kept = run.loads.map((layers, i) => layers.length ? i + 1 : 0).filter(Boolean), layer = run.layers[state.layer];
+  const kept = run.loads.map((layers, i) => layers.length ? i + 1 : 0).filter(Boolean), layer = run.layers[state.layer] ?? "–";
   // The nearest step whose loads are on this page.
   const step = kept.reduce((a, b) => Math.abs(b - state.step) < Math.abs(a - state.step) ? b : a, kept[0]);
   const loads = step && run.loads[step - 1][state.layer];
