@@ -11,8 +11,8 @@ use burn_moe::ops::{TopK, select_experts};
 use burn_moe::parallel::{Balance, ExpertParallel, ParallelError, ParallelOptions};
 use burn_moe_tests::naive::{NaiveRouter, NaiveRouting};
 use burn_moe_tests::{
-    assert_close, assert_gradient, bits, cast, dot, random, rounded, tensor_of, tensor64, values,
-    with_values,
+    assert_close, assert_gradient, assert_near, bits, cast, dot, random, rounded, tensor_of,
+    tensor64, values, with_values,
 };
 use proptest::prelude::*;
 
@@ -47,7 +47,7 @@ fn assert_same(what: &str, actual: &Routing, expected: &NaiveRouting, tolerance:
         ("scores", &actual.scores, &expected.scores),
         ("logits", &actual.logits, &expected.logits),
     ] {
-        assert_close(
+        assert_near(
             &format!("{name}: {what}"),
             &values(actual),
             expected,

@@ -355,7 +355,7 @@ impl Run<'_> {
         if let (Some(dir), Some(recorder)) = (&self.args.report, self.recorder) {
             std::fs::create_dir_all(dir)
                 .with_context(|| format!("cannot create {}", dir.display()))?;
-            let page = Report::new(recorder, &self.rows).html()?;
+            let page = Report::new(recorder, &self.rows).html();
             write_file(&dir.join("report.html"), page.as_bytes())?;
         }
         Ok(())

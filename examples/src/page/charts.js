@@ -36,7 +36,7 @@ const LOOK = {
   ideal: { stroke: "var(--ideal)", "stroke-width": 2, "stroke-dasharray": "6 4" },
   before: { stroke: "var(--mean)", "stroke-width": 2, "stroke-dasharray": "2 3" },
 };
-const look = name => LOOK[name] || LOOK.exact;
+const look = name => typeof name === "object" ? name : LOOK[name] || LOOK.exact;
 
 function lineKey(id, series) {
   byId(id).replaceChildren(...series.map(s => {
@@ -97,10 +97,10 @@ function scale(id, most) {
 }
 
 // Heat map. `rows` are names of rows; `columns` are { name, tip }; `cell(row, column)` is a value; `choose(row, column)` is
-// called for a click; `chosen` is [row, column].
-function heat(id, { rows, columns, cell, choose, chosen, most, rowName, columnName, label }) {
+// called for a click; `chosen` is [row, column]; columns are at least `least` wide.
+function heat(id, { rows, columns, cell, choose, chosen, most, rowName, columnName, label, least = 7, digits = 3 }) {
   const left = 42, top = 6, ch = rows.length > 40 ? 10 : rows.length > 10 ? 15 : 26;
-  const cw = Math.max(7, Math.min(60, (width(id) - left - 8) / columns.length));
+  const cw = Math.max(least, Math.min(60, (width(id) - left - 8) / columns.length));
   const bottom = top + ch * rows.length, root = chart(left + cw * columns.length + 8, bottom + 38, label);
   const everyRow = Math.ceil(14 / ch), every = Math.ceil(28 / cw);
   rows.forEach((name, r) => { if (r % everyRow === 0) root.append(text(left - 6, top + ch * (r + 0.5) + 4, name, "end")); });
@@ -110,12 +110,12 @@ function heat(id, { rows, columns, cell, choose, chosen, most, rowName, columnNa
   rows.forEach((name, r) => columns.forEach((c, i) => {
     const value = cell(r, i), t = level(value, most);
     const node = svg("rect", { x: left + cw * i, y: top + ch * r, width: cw - 1, height: ch - 1, class: "cell", fill: colour(t),
-      stroke: "var(--line)", "stroke-width": 0.5, "data-tip": `${rowName} ${name}, ${c.tip}: ${fixed(value, 3)}` });
+      stroke: "var(--line)", "stroke-width": 0.5, "data-tip": `${rowName} ${name}, ${c.tip}: ${fixed(value, digits)}` });
     node.addEventListener("click", () => choose(r, i));
     root.append(node);
     if (cw >= 36 && ch >= 15)
       root.append(svg("text", { x: left + cw * (i + 0.5), y: top + ch * (r + 0.5) + 4, "text-anchor": "middle",
-        style: `fill:${inkOn(t)};font-size:11px`, "pointer-events": "none" }, fixed(value, 2)));
+        style: `fill:${inkOn(t)};font-size:11px`, "pointer-events": "none" }, fixed(value, cw >= 42 ? 3 : 2)));
   }));
   // Dark inside light, to be seen on any colour.
   if (chosen) for (const [stroke, size] of [["var(--page)", 5], ["var(--ink)", 2]])

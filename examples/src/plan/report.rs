@@ -1,10 +1,8 @@
 //! The report page: one self-contained HTML file that opens offline.
 
 use super::measure::{Outcome, Row, Setting};
-use anyhow::Result;
+use burn_moe_examples::page;
 use serde::Serialize;
-
-const TEMPLATE: &str = include_str!("report.html");
 
 /// The page stays small enough to open on a phone: once plans hold more numbers than this, later micro-batches keep their
 /// imbalance but not their plans.
@@ -106,10 +104,13 @@ impl<'a> Report<'a> {
     }
 
     /// The page.
-    pub fn html(&self) -> Result<String> {
-        // A file name may hold `</script>`; as JSON `<` can always be written as an escape.
-        let data = serde_json::to_string(self)?.replace('<', "\\u003c");
-        Ok(TEMPLATE.replacen("__DATA__", &data, 1))
+    pub fn html(&self) -> String {
+        page::assemble(
+            "Expert load balance",
+            include_str!("report.html"),
+            include_str!("report.js"),
+            self,
+        )
     }
 }
 
@@ -147,7 +148,7 @@ mod tests {
                 after: 1.0,
             },
         );
-        let page = Report::new(recorder, &[]).html().unwrap();
+        let page = Report::new(recorder, &[]).html();
         assert!(!page.contains("</script><b>") && page.contains("\\u003c/script>"));
         assert!(page.contains("\"plans\":[[0,1,3]]"));
         // The SVG namespace is a name, not a request.
