@@ -2,8 +2,8 @@
 //!
 //! [`ExpertParallel`] is a rank's side of it for one model; layers made with
 //! [`MoeConfig::init_parallel`](crate::layer::MoeConfig::init_parallel) share it. A forward pass of
-//! a layer counts, plans, replicates, reroutes, dispatches, computes and combines (the steps of
-//! [`forward`]); the backward pass of these operations mirrors it by itself.
+//! a layer counts, plans, replicates, reroutes, dispatches, computes and combines; the backward pass
+//! of these operations mirrors it by itself.
 //!
 //! Every rank must call the layers in the same order, as often as all others, even with no tokens.
 //! The order of exchanges is then the same on all ranks, backward too: within a layer each exchange

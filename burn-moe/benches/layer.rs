@@ -1,0 +1,2 @@
+//! x
+fn main() { println!("{:?}", candle_core::Device::Cpu); }
