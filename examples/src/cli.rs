@@ -12,6 +12,8 @@ use burn_moe::comm::{CommError, Communicator, RankOptions, RanksError, Timing, t
 use burn_moe::layer::ConfigError;
 use burn_moe::parallel::{Balance, ParallelError};
 use burn_moe_models::checkpoint::CheckpointError;
+use burn_moe_models::hf::HfError;
+use burn_moe_models::pretrained::PretrainedError;
 use burn_moe_models::{ModelConfig, ModelError};
 use clap::{Args, ValueEnum};
 
@@ -226,6 +228,9 @@ pub enum CliError {
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A model folder cannot be read.
+    #[error(transparent)]
+    Pretrained(#[from] PretrainedError),
     /// Expert parallelism refuses its settings.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
@@ -246,6 +251,12 @@ pub enum CliError {
     /// Another rank was lost or too late.
     #[error(transparent)]
     Comm(#[from] CommError),
+}
+
+impl From<HfError> for CliError {
+    fn from(error: HfError) -> Self {
+        Self::Pretrained(error.into())
+    }
 }
 
 impl CliError {

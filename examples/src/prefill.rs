@@ -1,36 +1,51 @@
 //! Prefill: a batch of prompts through a trained model over ranks, and what it would write next.
 
-use std::path::{Path, PathBuf};
+mod input;
+mod logits;
+
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use burn_moe::comm::{Communicator, Key, Op};
 use burn_moe::parallel::{ExpertParallel, LayerStats, ParallelOptions};
-use burn_moe_models::{Decoder, ModelConfig, TokenBatch, checkpoint};
+use burn_moe_models::{DecoderOutput, ModelConfig, TokenBatch};
 use clap::Args;
 use comfy_table::Table;
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::cli::{BalanceArg, CliError, RankArgs, check};
-use crate::data::DataError;
 use crate::page;
 use crate::report::{
     self, Continuation, LayerSummary, PrefillReport, PrefillRun, RoutingRecord, spread,
 };
+use input::Source;
+use logits::PromptOutputs;
 
 /// Options of `prefill`.
 #[derive(Debug, Clone, Args)]
 pub struct PrefillArgs {
     /// Folder that `train --checkpoint` saved to.
+    #[arg(long, required_unless_present = "model")]
+    pub checkpoint: Option<PathBuf>,
+    /// Folder of Hugging Face's: config.json and safetensors. Needs --ids.
+    #[arg(long, conflicts_with_all = ["checkpoint", "prompt"])]
+    pub model: Option<PathBuf>,
+    /// Text file, one prompt a line; empty lines are left out. Bytes are the tokens.
+    #[arg(long, required_unless_present = "ids")]
+    pub prompt: Option<PathBuf>,
+    /// JSON file with a list of prompts, each a list of token ids.
+    #[arg(long, conflicts_with = "prompt")]
+    pub ids: Option<PathBuf>,
+    /// File to save the first balancer's logits and routing of the prompts to, as safetensors: for
+    /// prompt i logits.i [length, vocab], for MoE layer N router.N.indices.i and router.N.weights.i
+    /// [length, k].
     #[arg(long)]
-    pub checkpoint: PathBuf,
-    /// Text file, one prompt a line; empty lines are left out.
-    #[arg(long)]
-    pub prompt: PathBuf,
+    pub logits: Option<PathBuf>,
     /// Refuse the checkpoint unless it is of this config (a name or a JSON file).
     #[arg(long)]
     pub config: Option<String>,
-    /// Bytes to write after each prompt, chosen greedily.
+    /// Tokens to write after each prompt, chosen greedily.
     #[arg(long, default_value_t = 32)]
     pub max_new_tokens: usize,
     #[command(flatten)]
@@ -55,7 +70,8 @@ pub struct PrefillArgs {
 /// When an option, the checkpoint or the prompts are not usable, a rank fails, or a file cannot be
 /// written.
 pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
-    let model = checkpoint::read_config(&args.checkpoint)?;
+    let source = Source::open(args)?;
+    let model = source.config()?;
     args.ranks.validate(&model)?;
     check(
         args.max_new_tokens > 0,
@@ -68,10 +84,10 @@ pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
             ModelConfig::resolve(name)? == model,
             "--config",
             name,
-            || format!("the config of {}", args.checkpoint.display()),
+            || format!("the config of {}", source.folder().display()),
         )?;
     }
-    let prompts = read_prompts(&args.prompt)?;
+    let prompts = input::prompts(args, &model)?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     check(
         longest + args.max_new_tokens <= model.max_sequence_length,
@@ -90,7 +106,7 @@ pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
     }
     let mut outcomes = args
         .ranks
-        .run(|comm| run_rank(args, &model, &prompts, &progress, comm))?;
+        .run(|comm| run_rank(args, &source, &model, &prompts, &progress, comm))?;
     progress.finish_and_clear();
     if let Some(path) = &args.save_routing {
         let records: Vec<_> = outcomes
@@ -99,13 +115,17 @@ pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
             .collect();
         report::save_routing(path, &model, &records)?;
     }
+    if let Some(path) = &args.logits {
+        let first = outcomes.iter_mut().filter_map(|rank| rank[0].exact.take());
+        logits::save(path, &model, first.collect())?;
+    }
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     let runs = (0..args.balance.len())
         .map(|run| summarise(args.balance[run], prompt_tokens, &mut outcomes, run))
         .collect();
     let report = PrefillReport {
         config: model,
-        checkpoint: args.checkpoint.clone(),
+        checkpoint: source.folder().into(),
         ranks: args.ranks.ranks,
         slots: args.ranks.slots,
         planner: args.ranks.planner.clone(),
@@ -132,11 +152,14 @@ struct RunOutcome {
     stats: Vec<LayerStats>,
     replica_bytes: usize,
     routing: RoutingRecord,
+    /// What `--logits` saves, of the first balancer.
+    exact: Option<PromptOutputs>,
     continuations: Vec<Continuation>,
 }
 
 fn run_rank(
     args: &PrefillArgs,
+    source: &Source,
     model: &ModelConfig,
     prompts: &[Vec<u32>],
     progress: &ProgressBar,
@@ -156,19 +179,22 @@ fn run_rank(
             ..Default::default()
         };
         let ep = ExpertParallel::new(comm.clone(), options)?;
-        let decoder = model.init(&ep, 0, &device)?;
-        let decoder = checkpoint::load(decoder, model, &ep, &args.checkpoint)?;
+        let decoder = source.load(model, &ep, &device)?;
         let barrier = |part| Key::new(Op::Barrier, lane as u64, 0).with_part(part);
         comm.barrier(barrier(0))?;
         let start = comm.clock();
         let mut sequences = own.to_vec();
-        let routing = append_next(&decoder, &mut sequences);
+        let out = decoder.forward(&TokenBatch::new(&sequences));
+        let routing = RoutingRecord::of(&out.routings);
+        let exact = (lane == 0 && args.logits.is_some()).then(|| PromptOutputs::of(&out, own));
+        append_next(out, &mut sequences, source.candidates(model));
         comm.barrier(barrier(1))?;
         let time_to_first_token = (comm.clock() - start).as_secs_f64();
         let stats = ep.take_stats();
         for pass in 0..args.max_new_tokens {
             if pass > 0 {
-                append_next(&decoder, &mut sequences);
+                let out = decoder.forward(&TokenBatch::new(&sequences));
+                append_next(out, &mut sequences, source.candidates(model));
             }
             if rank == 0 {
                 comm.exclude(|| progress.inc(1));
@@ -179,12 +205,13 @@ fn run_rank(
             stats,
             replica_bytes: ep.replica_bytes(),
             routing,
+            exact,
             continuations: own
                 .iter()
                 .zip(&sequences)
                 .map(|(prompt, sequence)| Continuation {
-                    prompt: text(prompt),
-                    continuation: text(&sequence[prompt.len()..]),
+                    prompt: input::text(prompt, args),
+                    continuation: input::text(&sequence[prompt.len()..], args),
                 })
                 .collect(),
         });
@@ -192,43 +219,20 @@ fn run_rank(
     Ok(outcomes)
 }
 
-/// Appends to each sequence the byte that the model holds most likely.
-fn append_next(decoder: &Decoder, sequences: &mut [Vec<u32>]) -> RoutingRecord {
-    let out = decoder.forward(&TokenBatch::new(&*sequences));
+/// Appends to each sequence the token that the model holds most likely, of the first `candidates`.
+fn append_next(out: DecoderOutput, sequences: &mut [Vec<u32>], candidates: usize) {
     let [_, vocab_size] = out.logits.dims();
     let logits: Vec<f32> = out.logits.into_data().iter().collect();
     let mut end = 0;
     for sequence in sequences {
         end += sequence.len();
-        // Bytes are the vocabulary; the first of equals wins.
-        let last = &logits[(end - 1) * vocab_size..][..256];
-        let next = (0..256).rev().max_by(|a, b| last[*a].total_cmp(&last[*b]));
+        // The first of equals wins.
+        let last = &logits[(end - 1) * vocab_size..][..candidates];
+        let next = (0..candidates)
+            .rev()
+            .max_by(|a, b| last[*a].total_cmp(&last[*b]));
         sequence.push(next.unwrap_or(0) as u32);
     }
-    RoutingRecord::of(&out.routings)
-}
-
-fn read_prompts(path: &Path) -> Result<Vec<Vec<u32>>, CliError> {
-    let bytes = std::fs::read(path).map_err(|source| DataError::Io {
-        option: "--prompt",
-        path: path.into(),
-        source,
-    })?;
-    let prompts: Vec<Vec<u32>> = bytes
-        .split(|byte| *byte == b'\n')
-        .map(|line| line.strip_suffix(b"\r").unwrap_or(line))
-        .filter(|line| !line.is_empty())
-        .map(|line| line.iter().map(|byte| u32::from(*byte)).collect())
-        .collect();
-    check(!prompts.is_empty(), "--prompt", path.display(), || {
-        "a file with at least one line that is not empty".into()
-    })?;
-    Ok(prompts)
-}
-
-fn text(ids: &[u32]) -> String {
-    let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn summarise(

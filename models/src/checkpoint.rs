@@ -18,6 +18,7 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 
+use crate::module_path::ModulePath;
 use crate::{Decoder, ModelConfig, ModelError};
 
 const CONFIG: &str = "config.json";
@@ -333,35 +334,6 @@ fn json(path: &Path) -> impl FnOnce(serde_json::Error) -> CheckpointError {
     }
 }
 
-/// Where a visit of the module stands: field names, and whether they are stacked experts.
-#[derive(Default)]
-struct ModulePath {
-    names: Vec<String>,
-    inside_experts: usize,
-}
-
-impl ModulePath {
-    fn enter(&mut self, name: &str, container: &str) {
-        self.names.push(name.into());
-        self.inside_experts += usize::from(container.ends_with("GroupedExperts"));
-    }
-
-    fn exit(&mut self, container: &str) {
-        self.names.pop();
-        self.inside_experts -= usize::from(container.ends_with("GroupedExperts"));
-    }
-
-    /// The parameter's name, or the name of one expert's part: `...experts.17.down`.
-    fn name(&self, expert: Option<usize>) -> String {
-        let mut names = self.names.clone();
-        if let Some(expert) = expert {
-            let field = names.len().saturating_sub(1);
-            names.insert(field, expert.to_string());
-        }
-        names.join(".")
-    }
-}
-
 struct Collect {
     path: ModulePath,
     first_expert: usize,
@@ -379,7 +351,7 @@ impl ModuleVisitor for Collect {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let sharded = self.path.inside_experts > 0;
+        let sharded = self.path.inside_experts();
         if !sharded && !self.replicated {
             return;
         }
@@ -387,12 +359,12 @@ impl ModuleVisitor for Collect {
         let shape = data.shape().to_vec();
         let values: Vec<f32> = data.iter().collect();
         if !sharded {
-            self.tensors.push((self.path.name(None), shape, values));
+            self.tensors.push((self.path.name(), shape, values));
             return;
         }
         let len = shape[1..].iter().product::<usize>();
         for (expert, values) in values.chunks_exact(len.max(1)).enumerate() {
-            let name = self.path.name(Some(self.first_expert + expert));
+            let name = self.path.expert_name(self.first_expert + expert);
             self.tensors
                 .push((name, shape[1..].to_vec(), values.to_vec()));
         }
@@ -444,11 +416,11 @@ impl Fill<'_> {
 
     fn values(&mut self, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
         let mut values = Vec::with_capacity(shape.iter().product());
-        if self.path.inside_experts == 0 {
-            self.read(&self.path.name(None), shape, &mut values)?;
+        if !self.path.inside_experts() {
+            self.read(&self.path.name(), shape, &mut values)?;
         } else {
             for expert in 0..shape[0] {
-                let name = self.path.name(Some(self.first_expert + expert));
+                let name = self.path.expert_name(self.first_expert + expert);
                 self.read(&name, &shape[1..], &mut values)?;
             }
         }

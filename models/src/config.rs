@@ -1,12 +1,18 @@
+mod family;
+mod fields;
+mod json;
+mod named;
+
+use std::path::{Path, PathBuf};
+
 use burn_moe::layer::{ConfigError, MoeConfig, RouterConfig, ScoreFunction};
 use burn_moe::parallel::ParallelError;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
 
-use crate::attention::MlaConfig;
+use crate::attention::AttentionConfig;
 
-/// A decoder in the style of DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention, a few
-/// dense layers, then mixture-of-experts layers.
+/// A decoder put together from parts: attention of some kind, a few dense layers, then
+/// mixture-of-experts layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
@@ -18,20 +24,12 @@ pub struct ModelConfig {
     pub num_layers: usize,
     /// Layers from the first on that have a dense feed-forward.
     pub num_dense_layers: usize,
-    /// Attention heads.
-    pub num_heads: usize,
-    /// Rank of the compressed queries; `null`: not compressed.
-    pub q_lora_rank: Option<usize>,
-    /// Rank of the compressed keys and values.
-    pub kv_lora_rank: usize,
-    /// Dimensions of a head's queries and keys without position.
-    pub qk_nope_head_dim: usize,
-    /// Dimensions of a head's queries and keys that are rotated by position.
-    pub qk_rope_head_dim: usize,
-    /// Dimensions of a head's values.
-    pub v_head_dim: usize,
-    /// Base of the rotation frequencies.
-    pub rope_theta: f64,
+    /// Layers behind the last that predict more tokens ahead. Checkpoints have them, the decoder
+    /// leaves them out; they only count in [`counts`](Self::counts).
+    #[serde(default)]
+    pub num_mtp_layers: usize,
+    /// Attention of every layer.
+    pub attention: AttentionConfig,
     /// Longest sequence.
     pub max_sequence_length: usize,
     /// Width of the dense feed-forward.
@@ -85,6 +83,14 @@ pub enum ModelError {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// A file of Hugging Face's has a field whose value is not allowed.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Which field, and what is allowed.
+        source: ConfigError,
+    },
     /// Neither a named config nor a file.
     #[error(
         "no config named {name} and no such file; named configs: {}",
@@ -97,62 +103,6 @@ pub enum ModelError {
 }
 
 impl ModelConfig {
-    /// The configs that [`named`](Self::named) knows.
-    pub const NAMES: &[&str] = &["tiny", "smoke"];
-
-    /// A config by name: `tiny` is DeepSeek-V3 scaled down to what two cores train in minutes, with
-    /// its kinds of routing; `smoke` is smaller still, for tests.
-    pub fn named(name: &str) -> Option<Self> {
-        let tiny = Self {
-            vocab_size: 256,
-            d_model: 128,
-            num_layers: 4,
-            num_dense_layers: 1,
-            num_heads: 4,
-            q_lora_rank: Some(64),
-            kv_lora_rank: 32,
-            qk_nope_head_dim: 32,
-            qk_rope_head_dim: 16,
-            v_head_dim: 32,
-            rope_theta: 10_000.0,
-            max_sequence_length: 1024,
-            d_hidden_dense: 384,
-            d_hidden_expert: 128,
-            num_experts: 64,
-            top_k: 6,
-            n_group: 8,
-            topk_group: 4,
-            num_shared_experts: 1,
-            score_function: ScoreFunction::Sigmoid,
-            norm_topk_prob: true,
-            routed_scaling_factor: 2.5,
-            selection_bias: true,
-            rms_norm_eps: 1e-6,
-        };
-        match name {
-            "tiny" => Some(tiny),
-            "smoke" => Some(Self {
-                d_model: 32,
-                num_layers: 3,
-                num_heads: 2,
-                q_lora_rank: None,
-                kv_lora_rank: 16,
-                qk_nope_head_dim: 8,
-                qk_rope_head_dim: 8,
-                v_head_dim: 16,
-                max_sequence_length: 64,
-                d_hidden_dense: 48,
-                d_hidden_expert: 24,
-                num_experts: 16,
-                top_k: 3,
-                n_group: 4,
-                topk_group: 2,
-                ..tiny
-            }),
-            _ => None,
-        }
-    }
-
     /// A named config, or one read from a JSON file.
     ///
     /// # Errors
@@ -171,24 +121,6 @@ impl ModelConfig {
         Self::read(path)
     }
 
-    /// Reads and checks a JSON file. Every field must be there, and no other.
-    ///
-    /// # Errors
-    ///
-    /// When the file cannot be read or is not a valid config; names the field.
-    pub fn read(path: &Path) -> Result<Self, ModelError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ModelError::Io {
-            path: path.into(),
-            source,
-        })?;
-        let config: Self = serde_json::from_str(&text).map_err(|source| ModelError::Json {
-            path: path.into(),
-            source,
-        })?;
-        config.validate()?;
-        Ok(config)
-    }
-
     /// Checks every field.
     ///
     /// # Errors
@@ -199,11 +131,6 @@ impl ModelConfig {
             ("vocab_size", self.vocab_size),
             ("d_model", self.d_model),
             ("num_layers", self.num_layers),
-            ("num_heads", self.num_heads),
-            ("q_lora_rank", self.q_lora_rank.unwrap_or(1)),
-            ("kv_lora_rank", self.kv_lora_rank),
-            ("qk_nope_head_dim", self.qk_nope_head_dim),
-            ("v_head_dim", self.v_head_dim),
             ("max_sequence_length", self.max_sequence_length),
             ("d_hidden_dense", self.d_hidden_dense),
             ("d_hidden_expert", self.d_hidden_expert),
@@ -211,24 +138,18 @@ impl ModelConfig {
             ConfigError::check(value > 0, field, value, "1 or more")?;
         }
         ConfigError::check(
-            self.qk_rope_head_dim > 0 && self.qk_rope_head_dim.is_multiple_of(2),
-            "qk_rope_head_dim",
-            self.qk_rope_head_dim,
-            "an even number, 2 or more",
-        )?;
-        ConfigError::check(
             self.num_dense_layers <= self.num_layers,
             "num_dense_layers",
             self.num_dense_layers,
             format!("at most num_layers ({})", self.num_layers),
         )?;
-        for (field, value) in [
-            ("rope_theta", self.rope_theta),
-            ("rms_norm_eps", self.rms_norm_eps),
-        ] {
-            let allowed = value.is_finite() && value > 0.0;
-            ConfigError::check(allowed, field, value, "a positive number")?;
-        }
+        ConfigError::check(
+            self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0,
+            "rms_norm_eps",
+            self.rms_norm_eps,
+            "a positive number",
+        )?;
+        self.attention.validate()?;
         self.moe(0).validate()
     }
 
@@ -245,20 +166,5 @@ impl ModelConfig {
         MoeConfig::new(router, self.d_hidden_expert)
             .with_num_shared_experts(self.num_shared_experts)
             .with_seed(seed)
-    }
-
-    /// The attention of every layer.
-    pub(crate) fn attention(&self) -> MlaConfig {
-        MlaConfig {
-            d_model: self.d_model,
-            num_heads: self.num_heads,
-            q_lora_rank: self.q_lora_rank,
-            kv_lora_rank: self.kv_lora_rank,
-            qk_nope_head_dim: self.qk_nope_head_dim,
-            qk_rope_head_dim: self.qk_rope_head_dim,
-            v_head_dim: self.v_head_dim,
-            rope_theta: self.rope_theta,
-            rms_norm_eps: self.rms_norm_eps,
-        }
     }
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_moe::layer::{FeedForward, FeedForwardConfig, Moe, Routing};
 use burn_moe::parallel::ExpertParallel;
 
-use crate::attention::{Mla, Rope};
+use crate::attention::{Attention, AttentionConfig, Rope};
 use crate::{ModelConfig, ModelError};
 
 /// Sequences of any lengths, one behind the other without padding.
@@ -56,6 +56,8 @@ pub struct Decoder {
     pub norm: RmsNorm,
     /// Vector to logits.
     pub head: Linear,
+    #[module(skip)]
+    attention: AttentionConfig,
 }
 
 /// Attention and feed-forward, each behind a norm and added to the stream.
@@ -64,7 +66,7 @@ pub struct Block {
     /// Norm before attention.
     pub attention_norm: RmsNorm,
     /// Attention.
-    pub attention: Mla,
+    pub attention: Attention,
     /// Norm before the feed-forward.
     pub feed_forward_norm: RmsNorm,
     /// Feed-forward.
@@ -106,14 +108,31 @@ impl ModelConfig {
         seed: u64,
         device: &Device,
     ) -> Result<Decoder, ModelError> {
+        let _drawing = INIT.lock().unwrap_or_else(PoisonError::into_inner);
+        device.seed(seed);
+        let decoder = self.init_lazy(ep, seed, device)?;
+        decoder.visit(&mut Draw);
+        Ok(decoder)
+    }
+
+    /// [`init`](Self::init), with weights that are only drawn when they are first used: nothing is
+    /// allocated for those that are replaced before.
+    ///
+    /// # Errors
+    ///
+    /// When a field is not allowed, or the ranks do not divide the experts.
+    pub(crate) fn init_lazy(
+        &self,
+        ep: &Arc<ExpertParallel>,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Decoder, ModelError> {
         self.validate()?;
         let norm = || {
             RmsNormConfig::new(self.d_model)
                 .with_epsilon(self.rms_norm_eps)
                 .init(device)
         };
-        let _drawing = INIT.lock().unwrap_or_else(PoisonError::into_inner);
-        device.seed(seed);
         let mut layers = Vec::with_capacity(self.num_layers);
         for layer in 0..self.num_layers {
             // Seeds of layers of neighbouring seeds must not meet.
@@ -129,21 +148,22 @@ impl ModelConfig {
             };
             layers.push(Block {
                 attention_norm: norm(),
-                attention: self.attention().init(device),
+                attention: self
+                    .attention
+                    .init(self.d_model, self.rms_norm_eps, layer, device),
                 feed_forward_norm: norm(),
                 feed_forward,
             });
         }
-        let decoder = Decoder {
+        Ok(Decoder {
             embedding: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
             layers,
             norm: norm(),
             head: LinearConfig::new(self.d_model, self.vocab_size)
                 .with_bias(false)
                 .init(device),
-        };
-        decoder.visit(&mut Draw);
-        Ok(decoder)
+            attention: self.attention.clone(),
+        })
     }
 }
 
@@ -187,14 +207,14 @@ impl Decoder {
         let ids: Vec<i32> = batch.ids.iter().map(|id| *id as i32).collect();
         let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, tokens]), &device);
         let mut x: Tensor<2> = self.embedding.forward(ids).reshape([tokens, d_model]);
-        let runs: Vec<Run> = batch
+        let mut runs: Vec<Run> = batch
             .runs()
             .into_iter()
             .map(|run| Run::new(run, self, &device))
             .collect();
         for block in &self.layers {
             let normed = block.attention_norm.forward(x.clone());
-            x = x + attend(&block.attention, normed, &runs);
+            x = x + attend(&block.attention, normed, &mut runs);
             let normed = block.feed_forward_norm.forward(x.clone());
             x = x + match &block.feed_forward {
                 FeedForwardKind::Dense(dense) => dense.forward(normed),
@@ -228,7 +248,10 @@ struct Run {
     sequences: usize,
     length: usize,
     angles: Rope,
+    /// True above the diagonal: keys that come after the query.
     future: Tensor<4, Bool>,
+    /// Keys that a query does not see, as the layers so far have left it.
+    hidden: Tensor<4, Bool>,
 }
 
 impl Run {
@@ -237,22 +260,24 @@ impl Run {
         decoder: &Decoder,
         device: &Device,
     ) -> Self {
+        let future: Tensor<4, Bool> =
+            Tensor::<2, Bool>::tril_mask([length, length], 0, device).unsqueeze();
         Self {
             start,
             sequences,
             length,
-            angles: decoder.layers[0].attention.angles(length, device),
-            // True above the diagonal: keys that come after the query.
-            future: Tensor::<2, Bool>::tril_mask([length, length], 0, device).unsqueeze(),
+            angles: decoder.attention.angles(length, device),
+            hidden: future.clone(),
+            future,
         }
     }
 }
 
 /// Attention within each sequence.
-fn attend(attention: &Mla, x: Tensor<2>, runs: &[Run]) -> Tensor<2> {
+fn attend(attention: &Attention, x: Tensor<2>, runs: &mut [Run]) -> Tensor<2> {
     let [_, width] = x.dims();
     let attended = runs
-        .iter()
+        .iter_mut()
         .map(|run| {
             let rows = run.sequences * run.length;
             let x = x
@@ -260,7 +285,7 @@ fn attend(attention: &Mla, x: Tensor<2>, runs: &[Run]) -> Tensor<2> {
                 .slice_dim(0, run.start..run.start + rows)
                 .reshape([run.sequences, run.length, width]);
             attention
-                .forward(x, &run.angles, &run.future)
+                .forward(x, &run.angles, &run.future, &mut run.hidden)
                 .reshape([rows, width])
         })
         .collect();

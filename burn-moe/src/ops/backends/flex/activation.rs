@@ -1,38 +1,55 @@
-//! Element types and the SwiGLU activation, `silu(gate) * up` (Shazeer 2020, arXiv 2002.05202).
+//! Element types and what is computed element by element: the SwiGLU activation, `silu(gate) * up`
+//! (Shazeer 2020, arXiv 2002.05202), and sums of rows.
 
 use burn::tensor::Element;
+
+use super::kernels::{self, Kernels};
 
 /// An element type that the kernels compute in.
 pub(super) trait Real:
     num_traits::Float + bytemuck::Pod + Element + Send + Sync + 'static
 {
+    /// The kernels of matrix products.
+    fn kernels() -> &'static Kernels<Self>;
+
     /// `out[i] = silu(gate[i]) * up[i]`.
     fn swiglu(gate: &[Self], up: &[Self], out: &mut [Self]);
 
     /// From `grad`, the gradient of [`swiglu`](Real::swiglu)'s output: writes the gradients of
     /// `gate` and `up` over them, and the output itself over `grad`.
     fn swiglu_backward(grad: &mut [Self], gate: &mut [Self], up: &mut [Self]);
+
+    /// `out[i] = 0 + factor * x[i]`: the first summand of a sum of rows, which has no negative zero.
+    fn scale(x: &[Self], factor: Self, out: &mut [Self]);
+
+    /// `out[i] = out[i] + factor * x[i]`.
+    fn add_scaled(x: &[Self], factor: Self, out: &mut [Self]);
+
+    /// Sum of the products of `a` and `b`, in as many lanes as a vector has.
+    fn dot(a: &[Self], b: &[Self]) -> Self;
 }
 
 /// `1 / (1 + exp(-x))` without a branch, so that loops over it become vector code. The exponential
-/// is `2^i * 2^f`, with a polynomial for `2^f` on [-0.5, 0.5] (relative error below 2e-7).
+/// is `2^i * exp(r)`, with a polynomial for `exp(r)` up to half of ln 2 from zero (relative error
+/// below 2e-7).
 #[inline(always)]
 fn sigmoid_f32(x: f32) -> f32 {
     // Beyond these limits the sigmoid is 0 or 1 to the last bit that counts, and 2^i stays normal.
-    let y = (-x).clamp(-87.0, 87.0) * std::f32::consts::LOG2_E;
+    let y = (-x).clamp(-87.0, 87.0);
     // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
     const ROUND: f32 = 12_582_912.0;
-    let shifted = y + ROUND;
+    let shifted = y * std::f32::consts::LOG2_E + ROUND;
     let i = shifted - ROUND;
-    let f = y - i;
-    // Taylor coefficients of 2^f = exp(f ln 2): ln2^n / n!.
-    let mut p = 1.540_353e-4;
-    p = p * f + 1.333_355_8e-3;
-    p = p * f + 9.618_129e-3;
-    p = p * f + 5.550_411e-2;
-    p = p * f + 2.402_265e-1;
-    p = p * f + 6.931_472e-1;
-    p = p * f + 1.0;
+    // ln 2 in two parts, so that the products with `i` and the differences are exact where it counts.
+    let r = y - i * 0.693_359_4 - i * -2.121_944_4e-4;
+    // Taylor coefficients: 1 / n!.
+    let mut p = 1.388_888_9e-3;
+    p = p * r + 8.333_334e-3;
+    p = p * r + 4.166_666_8e-2;
+    p = p * r + 1.666_666_7e-1;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
     let scale = f32::from_bits((shifted.to_bits().wrapping_add(127)) << 23);
     1.0 / (1.0 + p * scale)
 }
@@ -57,15 +74,47 @@ fn swiglu_backward_f32(grad: &mut [f32], gate: &mut [f32], up: &mut [f32]) {
     }
 }
 
+#[inline(always)]
+fn scale<T: Real>(x: &[T], factor: T, out: &mut [T]) {
+    for (out, x) in out.iter_mut().zip(x) {
+        *out = T::zero() + factor * *x;
+    }
+}
+
+#[inline(always)]
+fn add_scaled<T: Real>(x: &[T], factor: T, out: &mut [T]) {
+    for (out, x) in out.iter_mut().zip(x) {
+        *out = *out + factor * *x;
+    }
+}
+
+#[inline(always)]
+fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    const LANES: usize = 16;
+    let mut lanes = [T::zero(); LANES];
+    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = a_chunks
+        .remainder()
+        .iter()
+        .zip(b_chunks.remainder())
+        .fold(T::zero(), |sum, (a, b)| sum + *a * *b);
+    for (a, b) in a_chunks.zip(b_chunks) {
+        for lane in 0..LANES {
+            lanes[lane] = lanes[lane] + a[lane] * b[lane];
+        }
+    }
+    lanes.into_iter().fold(rest, |sum, lane| sum + lane)
+}
+
 /// Compiles `$body` a second time for AVX2, and takes that version where the machine has it. Both
 /// do the same operations in the same order, without fused multiply-add: the bits are equal.
 macro_rules! wide {
-    ($name:ident, $body:ident, ($($arg:ident: $type:ty),*)) => {
-        fn $name($($arg: $type),*) {
+    ($name:ident, $body:ident, ($($arg:ident: $type:ty),*) $(-> $result:ty)?) => {
+        fn $name($($arg: $type),*) $(-> $result)? {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2")]
-                fn avx2($($arg: $type),*) {
+                fn avx2($($arg: $type),*) $(-> $result)? {
                     $body($($arg),*)
                 }
                 if std::arch::is_x86_feature_detected!("avx2") {
@@ -85,7 +134,15 @@ wide!(
     (grad: &mut [f32], gate: &mut [f32], up: &mut [f32])
 );
 
+wide!(scale_f32_wide, scale, (x: &[f32], factor: f32, out: &mut [f32]));
+wide!(add_scaled_f32_wide, add_scaled, (x: &[f32], factor: f32, out: &mut [f32]));
+wide!(dot_f32_wide, dot, (a: &[f32], b: &[f32]) -> f32);
+
 impl Real for f32 {
+    fn kernels() -> &'static Kernels<Self> {
+        kernels::f32_kernels()
+    }
+
     fn swiglu(gate: &[Self], up: &[Self], out: &mut [Self]) {
         swiglu_f32_wide(gate, up, out);
     }
@@ -93,9 +150,25 @@ impl Real for f32 {
     fn swiglu_backward(grad: &mut [Self], gate: &mut [Self], up: &mut [Self]) {
         swiglu_backward_f32_wide(grad, gate, up);
     }
+
+    fn scale(x: &[Self], factor: Self, out: &mut [Self]) {
+        scale_f32_wide(x, factor, out);
+    }
+
+    fn add_scaled(x: &[Self], factor: Self, out: &mut [Self]) {
+        add_scaled_f32_wide(x, factor, out);
+    }
+
+    fn dot(a: &[Self], b: &[Self]) -> Self {
+        dot_f32_wide(a, b)
+    }
 }
 
 impl Real for f64 {
+    fn kernels() -> &'static Kernels<Self> {
+        kernels::f64_kernels()
+    }
+
     fn swiglu(gate: &[Self], up: &[Self], out: &mut [Self]) {
         for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
             *out = gate / (1.0 + (-gate).exp()) * up;
@@ -112,6 +185,18 @@ impl Real for f64 {
             *gate = g * u * dsilu;
             *up = g * silu;
         }
+    }
+
+    fn scale(x: &[Self], factor: Self, out: &mut [Self]) {
+        scale(x, factor, out);
+    }
+
+    fn add_scaled(x: &[Self], factor: Self, out: &mut [Self]) {
+        add_scaled(x, factor, out);
+    }
+
+    fn dot(a: &[Self], b: &[Self]) -> Self {
+        dot(a, b)
     }
 }
 

@@ -6,7 +6,8 @@ use burn_flex::{FlexTensor, Layout};
 use bytes::Bytes;
 
 use super::activation::Real;
-use super::{dims, operand, result, slice};
+use super::buffers::Buffer;
+use super::{dims, of_dtype, operand, result};
 use crate::comm::Op;
 use crate::ops::exchange::{payload_of, split_rows};
 use crate::ops::{Pass, Replication, RowExchange};
@@ -32,12 +33,20 @@ fn all_to_all<T: Real>(x: FlexTensor, exchange: &RowExchange) -> FlexTensor {
     let dtype = x.dtype();
     let [_, width] = dims(&x);
     let row_bytes = width * size_of::<T>();
-    let parts = split_rows(&share(&operand::<T>(x)), &exchange.send, row_bytes);
+    let x = operand::<T>(x);
+    if exchange.send == exchange.receive && exchange.comm.size() == 1 {
+        return of_dtype(x, dtype);
+    }
+    let parts = split_rows(&share(&x), &exchange.send, row_bytes);
     let received = exchange.exchange(parts, row_bytes);
     let rows = exchange.receive.iter().sum::<usize>();
-    let mut out = Vec::<T>::with_capacity(rows * width);
+    let mut out = Buffer::<T>::new(rows * width);
+    let mut rest = &mut *out;
     for part in received {
-        out.extend_from_slice(&elements::<T>(&part));
+        let part = elements::<T>(&part);
+        let place;
+        (place, rest) = rest.split_at_mut(part.len());
+        place.copy_from_slice(&part);
     }
     result(out, [rows, width], dtype)
 }
@@ -117,7 +126,7 @@ fn slot_buffer<T: Real>(held: Option<FlexTensor>, dims: [usize; 3]) -> FlexTenso
         Some(held) if held.dtype() == T::dtype() && held.bytes().len() >= len * size_of::<T>() => {
             held.with_layout(Layout::contiguous(Shape::new(dims)))
         }
-        _ => result(vec![T::zero(); len], dims, T::dtype()),
+        _ => result(Buffer::<T>::new(len), dims, T::dtype()),
     }
 }
 
@@ -155,7 +164,6 @@ fn return_grads_of<T: Real>(
     let mut matrix = 0;
     home.map(|home| {
         let dtype = home.dtype();
-        let shape: [usize; 3] = dims(&home);
         let mut home = operand::<T>(home);
         let len = expert_len(&home);
         // `outgoing` is sorted by expert and rank: the order of the additions is fixed.
@@ -169,11 +177,7 @@ fn return_grads_of<T: Real>(
             }
         }
         matrix += 1;
-        if dtype == T::dtype() {
-            home
-        } else {
-            result(slice::<T>(&home).to_vec(), shape, dtype)
-        }
+        of_dtype(home, dtype)
     })
 }
 

@@ -1,110 +1,498 @@
-//! Dense matrix products on row-major slices, through the `gemm` crate on one thread: the caller
-//! splits work by expert and row block, which scales better at expert sizes.
+//! Dense matrix products on row-major slices, on one thread: the caller splits work by expert and
+//! row block. See [`kernels`](super::kernels) for what their bits depend on.
 
 use super::activation::Real;
-use super::rows::dot;
+use super::buffers::{ALIGN, Buffer};
+use super::kernels::{Aside, Kernels, Store, Tile, fence};
 
-/// `gemm` cuts the depth of products by other rules when neither side is wider than this.
-const THIN: usize = 64;
+/// Depth of a packed panel: with the widest kernel 32 KiB, which stay in the first-level cache.
+const PANEL_DEPTH: usize = 128;
 
-/// Depths up to this one `gemm` never cuts.
-const UNCUT_DEPTH: usize = 512;
+/// Rows of the left operand that take turns with a panel: about the second-level cache.
+const BLOCK_ROWS: usize = 256;
+
+/// How many steps ahead weights are fetched that are used once.
+const STEPS_AHEAD: usize = 12;
+
+/// Depths up to this one weight gradients do not cut: they are written once.
+const GRAD_DEPTH: usize = 512;
 
 /// `out [m, n] = x [m, k] * w [k, n]`.
-///
-/// A row of `out` has the same bits whatever `m` is. `gemm` promises that except for one row or one
-/// column, which it computes in another order, and for thin outputs, whose depth it cuts in places
-/// that depend on `m`. So a single row is computed beside a zero row, a single column by dot
-/// products, and the depth of thin outputs is cut here.
 pub(super) fn matmul<T: Real>(x: &[T], w: &[T], out: &mut [T], k: usize, n: usize) {
-    if n == 0 || out.is_empty() {
+    matmul_by(T::kernels(), x, w, out, k, n);
+}
+
+fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: usize, n: usize) {
+    let Some(m) = out.len().checked_div(n) else {
         return;
+    };
+    assert_eq!([x.len(), w.len(), out.len()], [m * k, k * n, m * n]);
+    if k == 0 {
+        out.fill(T::zero());
     }
-    let m = out.len() / n;
-    if n == 1 {
-        for (out, x) in out.iter_mut().zip(x.chunks_exact(k.max(1))) {
-            *out = dot(x, w);
+    let most = kernels.lanes * kernels.vectors;
+    let mut panel = Buffer::<T>::new(PANEL_DEPTH * most);
+    for first in (0..m).step_by(BLOCK_ROWS) {
+        let rows = BLOCK_ROWS.min(m - first);
+        // Panels side by side follow each other: one under the other they would meet in few sets of
+        // the cache, where rows of weights are some KiB long, and drive each other out.
+        for from in (0..k).step_by(PANEL_DEPTH) {
+            let depth = PANEL_DEPTH.min(k - from);
+            for column in (0..n).step_by(most) {
+                let width = most.min(n - column);
+                let vectors = width.div_ceil(kernels.lanes);
+                let stride = vectors * kernels.lanes;
+                let blocks = rows.div_ceil(kernels.rows[vectors - 1]);
+                let weights = &w[from * n + column..];
+                let next = match column + width < n {
+                    _ if blocks == 1 => (from + STEPS_AHEAD) * n + column,
+                    true => from * n + column + width,
+                    false => (from + depth) * n,
+                };
+                let mut tile = Tile {
+                    depth,
+                    x: x.as_ptr(),
+                    x_row: k,
+                    w: weights.as_ptr(),
+                    w_row: n,
+                    out: out.as_mut_ptr(),
+                    out_row: n,
+                    store: if from == 0 { Store::Write } else { Store::Add },
+                    ahead: w.as_ptr().wrapping_add(next),
+                    ahead_row: n,
+                    packed: panel.as_mut_ptr(),
+                };
+                if width < most {
+                    pack_rows(kernels, weights, n, width, &mut panel[..depth * stride]);
+                    (tile.w, tile.w_row) = (panel.as_ptr(), stride);
+                }
+                for block in 0..blocks {
+                    let at = |block: usize| first + rows * block / blocks;
+                    let (row, rows) = (at(block), at(block + 1) - at(block));
+                    tile.x = &raw const x[row * k + from];
+                    let aside = match block {
+                        _ if width < most => Aside::Nothing,
+                        _ => aside(block, blocks),
+                    };
+                    let out = &mut out[row * n + column..];
+                    // SAFETY: `x` has `rows` rows from `row` on, of `k` elements; the panel, packed
+                    // or in place, has `depth` rows with room for `width` columns.
+                    unsafe { run(kernels, &mut tile, rows, width, out, n, aside) };
+                    if aside == Aside::Pack {
+                        (tile.w, tile.w_row) = (tile.packed, stride);
+                    }
+                }
+            }
         }
-    } else if m == 1 {
-        let mut pair = vec![T::zero(); 2 * k];
-        pair[..k].copy_from_slice(x);
-        let mut both = vec![T::zero(); 2 * n];
-        matmul(&pair, w, &mut both, k, n);
-        out.copy_from_slice(&both[..n]);
-    } else {
-        let most = if n <= THIN { UNCUT_DEPTH } else { k };
-        let mut from = 0;
-        while from < k {
-            let depth = most.min(k - from);
-            let (x, w) = (&x[from..], &w[from * n..]);
-            product((m, depth, n), (x, (k, 1)), (w, (n, 1)), out, from > 0);
-            from += depth;
-        }
+    }
+}
+
+/// What to do while a panel meets a block of rows: the first of many packs it, where it is then read
+/// by the others; they fetch the next one, evenly in time. A single block fetches its own panel, a
+/// little ahead.
+fn aside(block: usize, blocks: usize) -> Aside {
+    let eighth = |block: usize| (block - 1) * 8 / (blocks - 1);
+    match (block, blocks) {
+        (0, 1 | 2) | (1, 3 | 4) => Aside::Fetch,
+        (0, _) => Aside::Pack,
+        (_, ..=4) => Aside::Nothing,
+        (1, _) => Aside::FetchEighth(0),
+        _ if eighth(block) > eighth(block - 1) => Aside::FetchEighth(eighth(block)),
+        _ => Aside::Nothing,
     }
 }
 
 /// `out [m, k] = grad [m, n] * w^T`, with `w [k, n]`.
 pub(super) fn matmul_transposed<T: Real>(grad: &[T], w: &[T], out: &mut [T], n: usize, k: usize) {
-    if k == 0 || out.is_empty() {
-        return;
-    }
-    let m = out.len() / k;
-    product((m, n, k), (grad, (n, 1)), (w, (1, n)), out, false);
+    transposed_by(T::kernels(), grad, w, out, n, k);
 }
 
-/// `out [k, n] = x^T * grad`, with `x [m, k]` and `grad [m, n]`.
-pub(super) fn matmul_weight_grad<T: Real>(x: &[T], grad: &[T], out: &mut [T], k: usize, n: usize) {
-    if out.is_empty() {
-        return;
-    }
-    let m = x.len() / k;
-    product((k, m, n), (x, (1, k)), (grad, (n, 1)), out, false);
-}
-
-/// `out [m, n] = left [m, k] * right [k, n]` for sizes `(m, k, n)`, added to `out` if `add`. Operands
-/// come with their strides of rows and columns.
-fn product<T: Real>(
-    (m, k, n): (usize, usize, usize),
-    (left, left_strides): (&[T], (usize, usize)),
-    (right, right_strides): (&[T], (usize, usize)),
+/// Computes the transpose, `w * grad^T`: so the weights are read as they lie, once for as many rows
+/// of `grad` as a tile is wide.
+fn transposed_by<T: Real>(
+    kernels: &Kernels<T>,
+    grad: &[T],
+    w: &[T],
     out: &mut [T],
-    add: bool,
+    n: usize,
+    k: usize,
 ) {
-    let last = |rows: usize, columns: usize, strides: (usize, usize)| {
-        rows.saturating_sub(1) * strides.0 + columns.saturating_sub(1) * strides.1
+    /// Tiles below each other that are turned together.
+    const TURNED: usize = 8;
+    let Some(m) = out.len().checked_div(k) else {
+        return;
     };
-    assert_eq!(out.len(), m * n, "output of [{m}, {n}]");
+    assert_eq!([grad.len(), w.len(), out.len()], [m * n, k * n, m * k]);
+    let most = kernels.lanes * kernels.vectors;
+    let stride_of = |rows: usize| rows.div_ceil(kernels.lanes) * kernels.lanes;
+    let mut turned_grad = Buffer::<T>::new(n * stride_of(most.min(m)));
+    let mut turned = Buffer::<T>::new(TURNED * kernels.rows[0] * most);
+    for first in (0..m).step_by(most) {
+        let width = most.min(m - first);
+        let stride = stride_of(width);
+        let grad = &grad[first * n..(first + width) * n];
+        transpose(grad, n, &mut turned_grad, stride);
+        let vectors = stride / kernels.lanes;
+        let best = kernels.rows[vectors - 1];
+        for from in (0..k).step_by(TURNED * best) {
+            let rows = (TURNED * best).min(k - from);
+            let blocks = rows.div_ceil(best);
+            for block in 0..blocks {
+                let at = |block: usize| rows * block / blocks;
+                let (row, rows) = (at(block), at(block + 1) - at(block));
+                let mut tile = Tile {
+                    depth: n,
+                    x: w[(from + row) * n..].as_ptr(),
+                    x_row: n,
+                    w: turned_grad.as_ptr(),
+                    w_row: stride,
+                    out: turned.as_mut_ptr(),
+                    out_row: stride,
+                    store: Store::Write,
+                    ahead: w.as_ptr(),
+                    ahead_row: 0,
+                    packed: std::ptr::null_mut(),
+                };
+                let out = &mut turned[row * stride..];
+                // SAFETY: `w` has `rows` rows from `from + row` on, of `n` elements; the turned
+                // gradient has `n` rows of `stride` elements.
+                unsafe {
+                    run(
+                        kernels,
+                        &mut tile,
+                        rows,
+                        stride,
+                        out,
+                        stride,
+                        Aside::Nothing,
+                    )
+                };
+            }
+            for (i, out) in out.chunks_exact_mut(k).skip(first).take(width).enumerate() {
+                for (row, out) in out[from..from + rows].iter_mut().enumerate() {
+                    *out = turned[row * stride + i];
+                }
+            }
+        }
+    }
+}
+
+/// The first `rows * columns` elements of `from [rows, columns]` as `to [columns, stride]`, where
+/// the rest of each row becomes zero.
+fn transpose<T: Real>(from: &[T], columns: usize, to: &mut [T], stride: usize) {
+    let rows = from.len().checked_div(columns).unwrap_or(0);
+    for (column, to) in to.chunks_exact_mut(stride).take(columns).enumerate() {
+        let (to, rest) = to.split_at_mut(rows);
+        for (to, from) in to.iter_mut().zip(from[column..].iter().step_by(columns)) {
+            *to = *from;
+        }
+        rest.fill(T::zero());
+    }
+}
+
+/// Rows `rows` of `x^T * grad`, `out [rows, n]`, with `x [m, k]` and `grad [m, n]`.
+pub(super) fn matmul_weight_grad<T: Real>(
+    x: &[T],
+    grad: &[T],
+    out: &mut [T],
+    (k, n): (usize, usize),
+    from: usize,
+) {
+    weight_grad_by(T::kernels(), x, grad, out, (k, n), from);
+}
+
+fn weight_grad_by<T: Real>(
+    kernels: &Kernels<T>,
+    x: &[T],
+    grad: &[T],
+    out: &mut [T],
+    (k, n): (usize, usize),
+    from: usize,
+) {
+    let Some(rows) = out.len().checked_div(n) else {
+        return;
+    };
+    let m = grad.len() / n;
+    assert!(from + rows <= k, "rows {from}..{} of {k}", from + rows);
+    assert_eq!([x.len(), grad.len(), out.len()], [m * k, m * n, rows * n]);
+    if m == 0 {
+        out.fill(T::zero());
+    }
+    let most = kernels.lanes * kernels.vectors;
+    let aligned = out.as_ptr().addr().is_multiple_of(ALIGN)
+        && (n * size_of::<T>()).is_multiple_of(ALIGN)
+        && m <= GRAD_DEPTH;
+    let mut panel = Buffer::<T>::new(GRAD_DEPTH.min(m) * most);
+    let mut left = Buffer::<T>::new(GRAD_DEPTH.min(m) * rows);
+    for step in (0..m).step_by(GRAD_DEPTH) {
+        let depth = GRAD_DEPTH.min(m - step);
+        let best = kernels.rows[kernels.vectors.min(n.div_ceil(kernels.lanes)) - 1];
+        let blocks = rows.div_ceil(best);
+        let at = |block: usize| rows * block / blocks;
+        // The left operand, turned.
+        for (row, left) in left.chunks_exact_mut(depth).take(rows).enumerate() {
+            let x = x[step * k + from + row..].iter().step_by(k);
+            for (left, x) in left.iter_mut().zip(x) {
+                *left = *x;
+            }
+        }
+        for column in (0..n).step_by(most) {
+            let width = most.min(n - column);
+            let vectors = width.div_ceil(kernels.lanes);
+            let stride = vectors * kernels.lanes;
+            let panel = &mut panel[..depth * stride];
+            pack_rows(kernels, &grad[step * n + column..], n, width, panel);
+            for block in 0..blocks {
+                let (first, end) = (at(block), at(block + 1));
+                let mut tile = Tile {
+                    depth,
+                    x: left[first * depth..].as_ptr(),
+                    x_row: depth,
+                    w: panel.as_ptr(),
+                    w_row: stride,
+                    out: out.as_mut_ptr(),
+                    out_row: n,
+                    store: match step {
+                        0 if aligned => Store::Stream,
+                        0 => Store::Write,
+                        _ => Store::Add,
+                    },
+                    ahead: panel.as_ptr(),
+                    ahead_row: 0,
+                    packed: std::ptr::null_mut(),
+                };
+                let out = &mut out[first * n + column..];
+                // SAFETY: the turned operand has rows up to `end`, of `depth` elements, the panel
+                // `depth` rows of `stride`; for streaming, rows and columns of `out` begin at
+                // multiples of `ALIGN` bytes.
+                unsafe {
+                    run(
+                        kernels,
+                        &mut tile,
+                        end - first,
+                        width,
+                        out,
+                        n,
+                        Aside::Nothing,
+                    )
+                };
+            }
+        }
+    }
+    if aligned {
+        fence();
+    }
+}
+
+/// Runs a tile of `rows` rows and `width` columns that goes to the beginning of `out`.
+///
+/// # Safety
+///
+/// The elements of `tile.x` and `tile.w` must be valid, those of `tile.w` up to whole vectors, and
+/// the rows of `out` aligned to vectors where `tile` streams.
+unsafe fn run<T: Real>(
+    kernels: &Kernels<T>,
+    tile: &mut Tile<T>,
+    rows: usize,
+    width: usize,
+    out: &mut [T],
+    out_row: usize,
+    aside: Aside,
+) {
+    let vectors = width.div_ceil(kernels.lanes);
     assert!(
-        k == 0 || out.is_empty() || last(m, k, left_strides) < left.len(),
-        "left operand of [{m}, {k}]"
+        (rows - 1) * out_row + width <= out.len(),
+        "tile beyond output"
     );
-    assert!(
-        k == 0 || out.is_empty() || last(k, n, right_strides) < right.len(),
-        "right operand of [{k}, {n}]"
-    );
-    // SAFETY: the last elements that shapes and strides reach lie in the three slices, as the
-    // assertions above check, and `out` is borrowed mutably, so it overlaps neither operand.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            add,
-            left.as_ptr(),
-            left_strides.1 as isize,
-            left_strides.0 as isize,
-            right.as_ptr(),
-            right_strides.1 as isize,
-            right_strides.0 as isize,
-            T::one(),
-            T::one(),
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+    let ahead = tile.ahead;
+    if let Aside::FetchEighth(eighth) = aside {
+        tile.ahead = ahead.wrapping_add(tile.depth / 8 * eighth * tile.ahead_row);
+    }
+    if width == vectors * kernels.lanes {
+        (tile.out, tile.out_row) = (out.as_mut_ptr(), out_row);
+        // SAFETY: the output is as large as just asserted; the operands are the caller's promise;
+        // `T::kernels` has made sure of the instructions.
+        unsafe { kernels.run(tile, rows, vectors, aside) };
+        tile.ahead = ahead;
+        return;
+    }
+    // The last vector reaches beyond the output: it goes to a copy.
+    let mut copy = [T::zero(); super::kernels::MOST_TILE];
+    let stride = vectors * kernels.lanes;
+    let store = tile.store;
+    if store == Store::Add {
+        let out = out.chunks(out_row).take(rows);
+        for (copy, out) in copy.chunks_exact_mut(stride).zip(out) {
+            copy[..width].copy_from_slice(&out[..width]);
+        }
+    } else {
+        tile.store = Store::Write;
+    }
+    (tile.out, tile.out_row) = (copy.as_mut_ptr(), stride);
+    // SAFETY: as above; the copy has room for the largest tile.
+    unsafe { kernels.run(tile, rows, vectors, aside) };
+    tile.store = store;
+    let out = out.chunks_mut(out_row).take(rows);
+    for (copy, out) in copy.chunks_exact(stride).zip(out) {
+        out[..width].copy_from_slice(&copy[..width]);
+    }
+}
+
+/// Copies the first `width` columns of the rows of `w`, `w_row` apart, to the rows of `panel`, whole
+/// vectors wide, with zeros behind them.
+fn pack_rows<T: Real>(kernels: &Kernels<T>, w: &[T], w_row: usize, width: usize, panel: &mut [T]) {
+    let vectors = width.div_ceil(kernels.lanes);
+    let stride = vectors * kernels.lanes;
+    let rows = panel.len() / stride;
+    if width == stride {
+        assert!(rows == 0 || (rows - 1) * w_row + width <= w.len());
+        // SAFETY: `w` has as many elements as just asserted, `panel` is `rows` rows of `stride`;
+        // `T::kernels` has made sure of the instructions.
+        unsafe { kernels.packs[vectors - 1](rows, w.as_ptr(), w_row, panel.as_mut_ptr()) };
+        return;
+    }
+    for (panel, w) in panel.chunks_exact_mut(stride).zip(w.chunks(w_row)) {
+        let (panel, rest) = panel.split_at_mut(width);
+        panel.copy_from_slice(&w[..width]);
+        rest.fill(T::zero());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::all_f32_kernels;
+    use super::*;
+    use proptest::prelude::*;
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        let mut state = seed as u32 ^ 0x9e37_79b9;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..len).map(|_| next()).collect()
+    }
+
+    /// `[m, n]` with the element at `(i, j)` the sum of `of(i, j, depth)`, and the sum of sizes.
+    fn exact(
+        (m, k, n): (usize, usize, usize),
+        of: impl Fn(usize, usize, usize) -> f64,
+    ) -> Vec<(f64, f64)> {
+        (0..m * n)
+            .map(|at| {
+                let products = (0..k).map(|depth| of(at / n, at % n, depth));
+                products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()))
+            })
+            .collect()
+    }
+
+    fn assert_close(out: &[f32], exact: &[(f64, f64)]) {
+        assert_eq!(out.len(), exact.len());
+        for (i, (out, (sum, size))) in out.iter().zip(exact).enumerate() {
+            let error = (f64::from(*out) - sum).abs();
+            assert!(error <= 1e-5 * size + 1e-30, "{i}: {out}, exactly {sum}");
+        }
+    }
+
+    /// All products of `x [m, k]`, `w [k, n]` and `grad [m, n]`, into memory full of NaN.
+    fn products(
+        kernels: &Kernels<f32>,
+        (m, k, n): (usize, usize, usize),
+        [x, w, grad]: [&[f32]; 3],
+    ) -> [Vec<f32>; 3] {
+        let [mut out, mut dx, mut dw] = [m * n, m * k, k * n].map(|len| vec![f32::NAN; len]);
+        matmul_by(kernels, x, w, &mut out, k, n);
+        transposed_by(kernels, grad, w, &mut dx, n, k);
+        // In two parts.
+        let (first, second) = dw.split_at_mut(k / 3 * n);
+        weight_grad_by(kernels, x, grad, first, (k, n), 0);
+        weight_grad_by(kernels, x, grad, second, (k, n), k / 3);
+        [out, dx, dw]
+    }
+
+    fn check(m: usize, k: usize, n: usize) {
+        let (x, w, grad) = (values(m * k, 1), values(k * n, 2), values(m * n, 3));
+        let at = |v: &[f32], i: usize| f64::from(v[i]);
+        for kernels in all_f32_kernels() {
+            let [out, dx, dw] = products(kernels, (m, k, n), [&x, &w, &grad]);
+            assert_close(
+                &out,
+                &exact((m, k, n), |i, j, l| at(&x, i * k + l) * at(&w, l * n + j)),
+            );
+            assert_close(
+                &dx,
+                &exact((m, n, k), |i, j, l| {
+                    at(&grad, i * n + l) * at(&w, j * n + l)
+                }),
+            );
+            assert_close(
+                &dw,
+                &exact((k, m, n), |i, j, l| {
+                    at(&x, l * k + i) * at(&grad, l * n + j)
+                }),
+            );
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            failure_persistence: None,
+            ..ProptestConfig::with_cases(60)
+        })]
+
+        #[test]
+        fn products_are_those_of_f64(m in 1usize..90, k in 1usize..300, n in 1usize..150) {
+            check(m, k, n);
+        }
+    }
+
+    #[test]
+    fn products_of_edge_sizes_are_those_of_f64() {
+        for (m, k, n) in [
+            (0, 3, 5),
+            (3, 0, 5),
+            (3, 5, 0),
+            (1, 1, 1),
+            (1, 129, 64),
+            (257, 128, 65),
+            (515, 7, 16),
+            (1030, 64, 64),
+        ] {
+            check(m, k, n);
+        }
+    }
+
+    /// A row of a product has the same bits whatever other rows there are, and on every machine with
+    /// fused multiply-add.
+    #[test]
+    fn bits_of_a_row_depend_on_nothing_else() {
+        for (k, n) in [(300, 130), (1024, 64), (64, 1), (5, 33), (1, 16)] {
+            let most = 300;
+            let (x, w, grad) = (values(most * k, 4), values(k * n, 5), values(most * n, 6));
+            let mut of_machines = Vec::new();
+            for kernels in all_f32_kernels() {
+                let [out, dx, _] = products(kernels, (most, k, n), [&x, &w, &grad]);
+                for (first, m) in [1, 2, 3, 5, 6, 7, 16, 17, 63, 64, 65, 128, 299]
+                    .into_iter()
+                    .flat_map(|m| [(0, m), (most - m, m)])
+                {
+                    let rows = first..first + m;
+                    let x = &x[rows.start * k..rows.end * k];
+                    let grad = &grad[rows.start * n..rows.end * n];
+                    let [few, few_dx, _] = products(kernels, (m, k, n), [x, &w, grad]);
+                    assert!(
+                        few == out[rows.start * n..rows.end * n],
+                        "{m} rows, [{k}, {n}]"
+                    );
+                    assert!(
+                        few_dx == dx[rows.start * k..rows.end * k],
+                        "{m} rows, [{k}, {n}]"
+                    );
+                }
+                of_machines.push((out, dx));
+            }
+            // The first is portable, and fuses only where that is all there is.
+            assert!(of_machines.iter().skip(1).all(|of| *of == of_machines[1]));
+        }
     }
 }

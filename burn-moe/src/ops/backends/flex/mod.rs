@@ -2,7 +2,9 @@
 //! the rank's own when ranks are threads of one process.
 
 mod activation;
+mod buffers;
 mod exchange;
+mod kernels;
 mod matmul;
 mod rows;
 mod select;
@@ -17,6 +19,7 @@ use burn_std::Bytes;
 
 use crate::ops::{MoeOps, Pass, Replication, RowExchange, TopK};
 use activation::Real;
+use buffers::Buffer;
 use swiglu::{Groups, Weights};
 
 /// Runs `$body` with `$real` standing for the type that tensors of `$dtype` are computed in: f64,
@@ -128,26 +131,28 @@ impl MoeOps for Flex {
         slot_down: FloatTensor<Self>,
         offsets: IntTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let ([rows, d_model], dtype) = (dims(&x), x.dtype());
-        let [_, d_hidden, _] = dims(&down);
-        let offsets = indices(&offsets);
-        with_real!(dtype, T => {
-            let x = operand::<T>(x);
-            let [gate_up, down, slot_gate_up, slot_down] =
-                [gate_up, down, slot_gate_up, slot_down].map(operand::<T>);
-            let groups = Groups::new(
-                &offsets,
-                Weights { home: slice::<T>(&gate_up), slots: slice::<T>(&slot_gate_up) },
-                Weights { home: slice::<T>(&down), slots: slice::<T>(&slot_down) },
-                d_model,
-                d_hidden,
-            );
-            let (out, hidden) = swiglu::forward(slice::<T>(&x), &groups);
-            (
-                result(out, [rows, d_model], dtype),
-                result(hidden, [rows, 2 * d_hidden], dtype),
-            )
-        })
+        let weights = [gate_up, down, slot_gate_up, slot_down];
+        forward(x, weights, offsets, true)
+    }
+
+    /// Without the hidden values, which only the backward pass needs.
+    fn expert_swiglu(
+        x: FloatTensor<Self>,
+        gate_up: FloatTensor<Self>,
+        down: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        replication: Replication,
+    ) -> FloatTensor<Self> {
+        let (slot_gate_up, slot_down) = Self::fetch_experts(
+            gate_up.clone(),
+            down.clone(),
+            replication.clone(),
+            Pass::Forward,
+        );
+        let weights = [gate_up, down, slot_gate_up.clone(), slot_down.clone()];
+        let (output, _) = forward(x, weights, offsets, false);
+        replication.release((slot_gate_up, slot_down));
+        output
     }
 
     fn grouped_swiglu_backward(
@@ -221,6 +226,36 @@ impl MoeOps for Flex {
     }
 }
 
+/// Output and hidden values of the experts for rows `x`, from the weights `[gate_up, down]` at home
+/// and in slots. The hidden values are empty where they are not kept.
+fn forward(
+    x: FlexTensor,
+    weights: [FlexTensor; 4],
+    offsets: FlexTensor,
+    keep_hidden: bool,
+) -> (FlexTensor, FlexTensor) {
+    let ([rows, d_model], dtype) = (dims(&x), x.dtype());
+    let [_, d_hidden, _] = dims(&weights[1]);
+    let offsets = indices(&offsets);
+    with_real!(dtype, T => {
+        let x = operand::<T>(x);
+        let [gate_up, down, slot_gate_up, slot_down] = weights.map(operand::<T>);
+        let groups = Groups::new(
+            &offsets,
+            Weights { home: slice::<T>(&gate_up), slots: slice::<T>(&slot_gate_up) },
+            Weights { home: slice::<T>(&down), slots: slice::<T>(&slot_down) },
+            d_model,
+            d_hidden,
+        );
+        let (out, hidden) = swiglu::forward(slice::<T>(&x), &groups, keep_hidden);
+        let kept = if keep_hidden { rows } else { 0 };
+        (
+            result(out, [rows, d_model], dtype),
+            result(hidden, [kept, 2 * d_hidden], dtype),
+        )
+    })
+}
+
 /// The dimensions of a tensor of rank `D`.
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.shape().dims()
@@ -228,11 +263,7 @@ fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
 
 /// The tensor as the kernels read it: contiguous, of the type they compute in.
 fn operand<T: Real>(tensor: FlexTensor) -> FlexTensor {
-    let tensor = if tensor.dtype() == T::dtype() {
-        tensor
-    } else {
-        Flex::float_cast(tensor, float_dtype(T::dtype()))
-    };
+    let tensor = of_dtype(tensor, T::dtype());
     if tensor.as_slice::<T>().is_some() {
         tensor
     } else {
@@ -247,13 +278,21 @@ fn slice<T: Real>(operand: &FlexTensor) -> &[T] {
 }
 
 /// A new tensor of `dtype` from values computed as `T`.
-fn result<T: Real, const D: usize>(values: Vec<T>, dims: [usize; D], dtype: DType) -> FlexTensor {
+fn result<T: Real, const D: usize>(
+    values: Buffer<T>,
+    dims: [usize; D],
+    dtype: DType,
+) -> FlexTensor {
     let tensor = FlexTensor::new(
-        Bytes::from_elems(values),
+        values.into_bytes(),
         Layout::contiguous(Shape::new(dims)),
         T::dtype(),
     );
-    if T::dtype() == dtype {
+    of_dtype(tensor, dtype)
+}
+
+fn of_dtype(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype {
         tensor
     } else {
         Flex::float_cast(tensor, float_dtype(dtype))

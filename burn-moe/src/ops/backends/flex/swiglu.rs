@@ -2,12 +2,19 @@
 //! parallel, weights read where they lie.
 
 use super::activation::Real;
+use super::buffers::Buffer;
 use super::matmul::{matmul, matmul_transposed, matmul_weight_grad};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// Row blocks are not cut below this: a block reads all of its expert's weights once.
 const MIN_BLOCK_ROWS: usize = 32;
+
+/// Row blocks are cut above this: what a block computes between its products stays in the cache.
+const MAX_BLOCK_ROWS: usize = 256;
+
+/// Weight gradients are not cut into blocks of fewer rows: each reads all of one operand.
+const MIN_GRAD_ROWS: usize = 96;
 
 /// One matrix of all experts on a rank: of those at home and of those in replica slots.
 pub(super) struct Weights<'a, T> {
@@ -67,27 +74,33 @@ impl<'a, T: Real> Groups<'a, T> {
     }
 }
 
-/// Output `[N, D]` and hidden `[N, 2F]` for `x [N, D]`.
-pub(super) fn forward<T: Real>(x: &[T], groups: &Groups<'_, T>) -> (Vec<T>, Vec<T>) {
+/// Output `[N, D]` for `x [N, D]`, and the hidden `[N, 2F]` where they are asked for.
+pub(super) fn forward<T: Real>(
+    x: &[T],
+    groups: &Groups<'_, T>,
+    keep_hidden: bool,
+) -> (Buffer<T>, Buffer<T>) {
     let (d, f) = (groups.d_model, groups.d_hidden);
     let rows = x.len() / d.max(1);
-    let mut out = vec![T::zero(); rows * d];
-    let mut hidden = vec![T::zero(); rows * 2 * f];
+    let mut out = Buffer::new(rows * d);
+    let mut hidden = Buffer::new(if keep_hidden { rows * 2 * f } else { 0 });
     let mut tasks = Vec::with_capacity(groups.rows.len());
-    let (mut out_rest, mut hidden_rest) = (out.as_mut_slice(), hidden.as_mut_slice());
+    let (mut out_rest, mut hidden_rest) = (&mut *out, &mut *hidden);
     for (instance, block) in row_blocks(groups, rows) {
         let (out_block, hidden_block);
         (out_block, out_rest) = out_rest.split_at_mut(block.len() * d);
-        (hidden_block, hidden_rest) = hidden_rest.split_at_mut(block.len() * 2 * f);
+        let kept = if keep_hidden { block.len() * 2 * f } else { 0 };
+        (hidden_block, hidden_rest) = hidden_rest.split_at_mut(kept);
         tasks.push((instance, block, out_block, hidden_block));
     }
-    tasks.into_par_iter().for_each_init(
-        Vec::new,
-        |activated: &mut Vec<T>, (instance, block, out, hidden)| {
+    tasks
+        .into_par_iter()
+        .for_each(|(instance, block, out, hidden)| {
             let x = &x[block.start * d..block.end * d];
+            let mut passing = Buffer::new(if keep_hidden { 0 } else { block.len() * 2 * f });
+            let hidden = if keep_hidden { hidden } else { &mut *passing };
             matmul(x, groups.gate_up(instance), hidden, d, 2 * f);
-            activated.clear();
-            activated.resize(block.len() * f, T::zero());
+            let mut activated = Buffer::new(block.len() * f);
             for (hidden, activated) in hidden
                 .chunks_exact(2 * f)
                 .zip(activated.chunks_exact_mut(f))
@@ -95,9 +108,8 @@ pub(super) fn forward<T: Real>(x: &[T], groups: &Groups<'_, T>) -> (Vec<T>, Vec<
                 let (gate, up) = hidden.split_at(f);
                 T::swiglu(gate, up, activated);
             }
-            matmul(activated, groups.down(instance), out, f, d);
-        },
-    );
+            matmul(&activated, groups.down(instance), out, f, d);
+        });
     (out, hidden)
 }
 
@@ -108,11 +120,11 @@ fn row_blocks<'a, T: Real>(
 ) -> impl Iterator<Item = (usize, Range<usize>)> + 'a {
     let threads = rayon::current_num_threads();
     let most = if threads == 1 {
-        rows
+        MAX_BLOCK_ROWS
     } else {
         rows.div_ceil(4 * threads)
-    }
-    .max(MIN_BLOCK_ROWS);
+            .clamp(MIN_BLOCK_ROWS, MAX_BLOCK_ROWS)
+    };
     groups.rows.iter().flat_map(move |(instance, rows)| {
         let blocks = rows.len().div_ceil(most);
         (0..blocks).map(move |block| {
@@ -124,9 +136,9 @@ fn row_blocks<'a, T: Real>(
 
 /// Gradients of [`forward`]; weight gradients as those of the home experts and of the slots.
 pub(super) struct Grads<T> {
-    pub x: Vec<T>,
-    pub gate_up: (Vec<T>, Vec<T>),
-    pub down: (Vec<T>, Vec<T>),
+    pub x: Buffer<T>,
+    pub gate_up: (Buffer<T>, Buffer<T>),
+    pub down: (Buffer<T>, Buffer<T>),
 }
 
 /// Gradients for `x` and the weights, from the gradient of the output and the hidden `[N, 2F]`.
@@ -137,21 +149,14 @@ pub(super) fn backward<T: Real>(
     groups: &Groups<'_, T>,
 ) -> Grads<T> {
     let (d, f) = (groups.d_model, groups.d_hidden);
-    // Fresh zero pages: an expert without rows costs no write.
-    let zeros = |weights: &Weights<'_, T>| {
-        (
-            vec![T::zero(); weights.home.len()],
-            vec![T::zero(); weights.slots.len()],
-        )
-    };
     let mut grads = Grads {
-        x: vec![T::zero(); x.len()],
-        gate_up: zeros(&groups.gate_up),
-        down: zeros(&groups.down),
+        x: Buffer::new(x.len()),
+        gate_up: grads_of(groups, &groups.gate_up, d * 2 * f),
+        down: grads_of(groups, &groups.down, f * d),
     };
     let mut tasks = Vec::with_capacity(groups.rows.len());
     {
-        let mut x_rest = grads.x.as_mut_slice();
+        let mut x_rest = &mut *grads.x;
         let mut gate_up = chunks(&mut grads.gate_up, d * 2 * f);
         let mut down = chunks(&mut grads.down, f * d);
         let mut next = 0;
@@ -165,16 +170,47 @@ pub(super) fn backward<T: Real>(
             }
         }
     }
-    tasks.into_par_iter().for_each_init(
-        || (Vec::new(), Vec::new()),
-        |(activated, dhidden): &mut (Vec<T>, Vec<T>), (instance, rows, dx, dgate_up, ddown)| {
+    tasks
+        .into_par_iter()
+        .for_each(|(instance, rows, dx, dgate_up, ddown)| {
             let x = &x[rows.start * d..rows.end * d];
             let grad = &grad[rows.start * d..rows.end * d];
-            activated.clear();
-            activated.resize(rows.len() * f, T::zero());
-            matmul_transposed(grad, groups.down(instance), activated, d, f);
-            dhidden.clear();
-            dhidden.extend_from_slice(&hidden[rows.start * 2 * f..rows.end * 2 * f]);
+            let hidden = &hidden[rows.start * 2 * f..rows.end * 2 * f];
+            expert_backward(
+                [grad, x, hidden],
+                [groups.gate_up(instance), groups.down(instance)],
+                [dx, dgate_up, ddown],
+                (d, f),
+            );
+        });
+    grads
+}
+
+/// [`backward`] of one expert. Experts with many rows are cut into blocks of rows, and of the rows
+/// of weight gradients, for the threads that find no expert of their own.
+fn expert_backward<T: Real>(
+    [grad, x, hidden]: [&[T]; 3],
+    [gate_up, down]: [&[T]; 2],
+    [dx, dgate_up, ddown]: [&mut [T]; 3],
+    (d, f): (usize, usize),
+) {
+    let rows = grad.len() / d;
+    let threads = rayon::current_num_threads();
+    let block = |rows: usize, least: usize| match threads {
+        1 => rows,
+        _ => rows.div_ceil(threads).max(least),
+    };
+    let most = block(rows, MIN_BLOCK_ROWS).min(MAX_BLOCK_ROWS);
+    let mut activated = Buffer::<T>::new(rows * f);
+    let mut dhidden = Buffer::<T>::new(rows * 2 * f);
+    activated
+        .par_chunks_mut(most * f)
+        .zip(dhidden.par_chunks_mut(most * 2 * f))
+        .zip(grad.par_chunks(most * d))
+        .zip(hidden.par_chunks(most * 2 * f))
+        .for_each(|(((activated, dhidden), grad), hidden)| {
+            matmul_transposed(grad, down, activated, d, f);
+            dhidden.copy_from_slice(hidden);
             for (hidden, activated) in dhidden
                 .chunks_exact_mut(2 * f)
                 .zip(activated.chunks_exact_mut(f))
@@ -182,16 +218,50 @@ pub(super) fn backward<T: Real>(
                 let (gate, up) = hidden.split_at_mut(f);
                 T::swiglu_backward(activated, gate, up);
             }
-            matmul_weight_grad(activated, grad, ddown, f, d);
-            matmul_transposed(dhidden, groups.gate_up(instance), dx, 2 * f, d);
-            matmul_weight_grad(x, dhidden, dgate_up, d, 2 * f);
-        },
-    );
-    grads
+        });
+    let of_x = || {
+        dx.par_chunks_mut(most * d)
+            .zip(dhidden.par_chunks(most * 2 * f))
+            .for_each(|(dx, dhidden)| matmul_transposed(dhidden, gate_up, dx, 2 * f, d));
+    };
+    let of_weights = |left: &[T], right: &[T], out: &mut [T], (k, n): (usize, usize)| {
+        let rows = block(k, MIN_GRAD_ROWS);
+        out.par_chunks_mut(rows * n)
+            .enumerate()
+            .for_each(|(i, out)| matmul_weight_grad(left, right, out, (k, n), i * rows));
+    };
+    rayon::join(of_x, || {
+        rayon::join(
+            || of_weights(x, &dhidden, dgate_up, (d, 2 * f)),
+            || of_weights(&activated, grad, ddown, (f, d)),
+        )
+    });
+}
+
+/// Gradients of one matrix of all experts: zero for experts without rows, for the others still to be
+/// written.
+fn grads_of<T: Real>(
+    groups: &Groups<'_, T>,
+    weights: &Weights<'_, T>,
+    size: usize,
+) -> (Buffer<T>, Buffer<T>) {
+    let home = weights.home.len().checked_div(size).unwrap_or(0);
+    let place = |i: usize| i * size..(i + 1) * size;
+    let busy = groups.rows.iter().map(|(instance, _)| *instance);
+    let (at_home, in_slots): (Vec<_>, Vec<_>) = busy.partition(|instance| *instance < home);
+    let at_home: Vec<_> = at_home.into_iter().map(place).collect();
+    let in_slots: Vec<_> = in_slots.into_iter().map(|i| place(i - home)).collect();
+    (
+        Buffer::zero_except(weights.home.len(), &at_home),
+        Buffer::zero_except(weights.slots.len(), &in_slots),
+    )
 }
 
 /// The gradient matrices of all instances, home first.
-fn chunks<T>(grads: &mut (Vec<T>, Vec<T>), size: usize) -> impl Iterator<Item = &mut [T]> {
+fn chunks<T: Real>(
+    grads: &mut (Buffer<T>, Buffer<T>),
+    size: usize,
+) -> impl Iterator<Item = &mut [T]> {
     let size = size.max(1);
     grads
         .0

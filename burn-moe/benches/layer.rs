@@ -1,2 +1,0 @@
-//! x
-fn main() { println!("{:?}", candle_core::Device::Cpu); }
