@@ -194,7 +194,7 @@ impl Peer for Ours {
         vec![
             floats(&output),
             floats(&inputs.x.grad(&grads).expect("a gradient")),
-            floats(&down.slice([expert..expert + 1])),
+            floats(&down.slice_dim(0, expert..expert + 1)),
         ]
     }
 }

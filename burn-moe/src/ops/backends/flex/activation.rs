@@ -228,11 +228,8 @@ mod tests {
         f64::swiglu_backward(&mut exact.0, &mut exact.1, &mut exact.2);
         let mut out = vec![0.0; 101];
         f32::swiglu(&gate, &up, &mut out);
+        assert_eq!(out, narrow.0, "backward recomputes the forward output");
         for i in 0..101 {
-            assert_eq!(
-                out[i], narrow.0[i],
-                "backward recomputes the forward output"
-            );
             for (a, b) in [
                 (narrow.0[i], exact.0[i]),
                 (narrow.1[i], exact.1[i]),

@@ -437,11 +437,11 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig {
             failure_persistence: None,
-            ..ProptestConfig::with_cases(60)
+            ..ProptestConfig::with_cases(24)
         })]
 
         #[test]
-        fn products_are_those_of_f64(m in 1usize..90, k in 1usize..300, n in 1usize..150) {
+        fn products_are_those_of_f64(m in 1usize..80, k in 1usize..280, n in 1usize..140) {
             check(m, k, n);
         }
     }
@@ -456,7 +456,7 @@ mod tests {
             (1, 129, 64),
             (257, 128, 65),
             (515, 7, 16),
-            (1030, 64, 64),
+            (1030, 9, 33),
         ] {
             check(m, k, n);
         }
@@ -466,13 +466,13 @@ mod tests {
     /// fused multiply-add.
     #[test]
     fn bits_of_a_row_depend_on_nothing_else() {
-        for (k, n) in [(300, 130), (1024, 64), (64, 1), (5, 33), (1, 16)] {
-            let most = 300;
+        for (k, n) in [(140, 130), (600, 64), (64, 1), (5, 33), (1, 16)] {
+            let most = 130;
             let (x, w, grad) = (values(most * k, 4), values(k * n, 5), values(most * n, 6));
             let mut of_machines = Vec::new();
             for kernels in all_f32_kernels() {
                 let [out, dx, _] = products(kernels, (most, k, n), [&x, &w, &grad]);
-                for (first, m) in [1, 2, 3, 5, 6, 7, 16, 17, 63, 64, 65, 128, 299]
+                for (first, m) in [1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 65, 129]
                     .into_iter()
                     .flat_map(|m| [(0, m), (most - m, m)])
                 {
