@@ -1,6 +1,7 @@
 //! The planner of this crate: see [`ExactFit`].
 
 mod fill;
+mod forest;
 mod locality;
 mod search;
 
@@ -8,6 +9,7 @@ use super::board::Board;
 use super::transfer::{CostModel, TransferSimulator};
 use super::{LoadMatrix, Placement, Plan, Planner};
 use fill::{Chunk, Fill};
+use forest::Forest;
 
 /// What [`ExactFit`] trades: limits that hold in any case, and prices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,26 +19,27 @@ pub struct ExactFitConfig {
     /// What tokens and the transfer of weights cost.
     pub cost: CostModel,
     /// Balance finer than this makes no step faster: slowest ranks up to this much above the lowest possible load count
-    /// as equal. In millionths of the mean load of a rank, for each slot of a rank, two at most.
+    /// as equal. In millionths of the mean load of a rank, for one slot a rank; four times as much for more slots.
     pub resolution: u32,
     /// What a copy has to gain even if its transfer is free, since it keeps links and memory busy: as many copies as
-    /// there are ranks are worth this much of the mean load of a rank. In millionths, for each slot of a rank, two at
-    /// most.
+    /// there are ranks are worth this much of the mean load of a rank. In millionths, for one slot a rank; four times as
+    /// much for more slots.
     pub copy_price: u32,
 }
 
 impl Default for ExactFitConfig {
-    /// Free transfer, a resolution of 0.19 % and a price of 2 % for a copy on every rank, for each slot.
+    /// Free transfer, a resolution of 0.095 % and a price of 1 % for a copy on every rank (with more slots than one:
+    /// 0.38 % and 4 %).
     ///
-    /// Both grow with the slots: every filled slot adds a group to the rank's grouped matmul, whose padding and launch
-    /// blur the balance, and a transfer to wait for. With more slots near-perfect balance is easy, and what is left to
-    /// gain is copies.
+    /// With one slot a rank, balance is scarce and copies are bounded anyway. With more, near-perfect balance is easy,
+    /// and what is left to gain is copies: each filled slot adds a group to the rank's grouped matmul, whose padding and
+    /// launch blur the balance, and a transfer to wait for.
     fn default() -> Self {
         Self {
             min_quota: 1,
             cost: CostModel::free(),
-            resolution: 1_900,
-            copy_price: 20_000,
+            resolution: 950,
+            copy_price: 10_000,
         }
     }
 }
@@ -67,7 +70,8 @@ impl ExactFitConfig {
 /// For one threshold on the slowest rank's load a constructive heuristic finds a plan with few copies in a microsecond
 /// or two: donors are matched to the receivers that fit their excess exactly (alias pairing, as in MoonEP, under a slot
 /// cap, and with the freedom to close early). A short search over thresholds and a portfolio of strategies finds the
-/// best trade.
+/// best trade. With one slot a rank and few ranks, where single experts may be too small for the receivers, a local search
+/// among forests of ranks goes on from there; that is the slow case, some hundred microseconds.
 #[derive(Debug, Default)]
 pub struct ExactFit {
     config: ExactFitConfig,
@@ -76,6 +80,7 @@ pub struct ExactFit {
     /// Ranks by load, ascending, within each domain, `[ranks]`.
     order: Vec<u32>,
     fill: Fill,
+    forest: Forest,
     /// What the search has found best so far, and what it looks at now.
     best: Vec<Chunk>,
     candidate: Vec<Chunk>,

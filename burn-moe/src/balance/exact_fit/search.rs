@@ -4,6 +4,7 @@ use super::super::board::replica;
 use super::super::{Placement, Plan};
 use super::ExactFit;
 use super::fill::{Strategy, Task};
+use super::forest;
 
 /// Tried in this order, as many as the effort allows. Chosen one after the other, each for what it adds to those before
 /// it on real and synthetic loads.
@@ -49,6 +50,8 @@ struct Search {
     /// Many ranks, or transfers to simulate: there is no time to try all strategies everywhere, so what works first is
     /// kept to.
     large: bool,
+    /// Where all strategies fail, search among forests of ranks.
+    forests: bool,
 }
 
 /// More ranks than this are a large case.
@@ -64,8 +67,8 @@ impl ExactFit {
         let max = self.board.max();
         let slots = slots.min(self.board.expert_load.len()) as u32;
         let mean = self.board.mean();
-        // Resolution and price are for each slot, two at most.
-        let counted = u128::from(slots.min(2));
+        // Resolution and price are for one slot.
+        let counted = if slots > 1 { 4 } else { 1 };
         let resolution = u128::from(self.config.resolution) * counted;
         let lowest = self.lowest(placement);
         let flat = lowest + (u128::from(mean) * resolution / 1_000_000) as u64;
@@ -85,6 +88,7 @@ impl ExactFit {
             best: (u128::MAX, 0, max),
             strategies: &STRATEGIES[..tried],
             large,
+            forests: false,
         };
         search.best.0 = self.cost(&search, max, 0, 0);
         if slots == 0 || !self.can_pay(&search, lowest, 1) {
@@ -159,7 +163,20 @@ impl ExactFit {
             }
         }
         // The same number of copies may reach a lower threshold.
-        let (mut low, mut high) = (search.lowest, search.best.2);
+        self.descend(placement, search, search.lowest, grain);
+        let largest = (0..placement.domains())
+            .map(|d| placement.ranks_of(d).len())
+            .max();
+        if search.slots == 1 && !search.large && largest.is_some_and(|n| n <= forest::MAX_RANKS) {
+            search.forests = true;
+            self.descend(placement, search, search.flat, grain);
+            search.forests = false;
+        }
+    }
+
+    /// Halves the thresholds between `low` and the best until they are `grain` apart.
+    fn descend(&mut self, placement: &Placement, search: &mut Search, mut low: u64, grain: u64) {
+        let mut high = search.best.2;
         while high > low && high - low > grain {
             let threshold = low + (high - low) / 2;
             if self.attempt(placement, search, threshold) {
@@ -201,6 +218,13 @@ impl ExactFit {
                 if found && self.candidate.len() == start {
                     break;
                 }
+            }
+            if !found && search.forests {
+                let most = most.saturating_sub(start);
+                let (best, candidate) = (&self.best, &mut self.candidate);
+                found = self
+                    .forest
+                    .run(&task, ranks, threshold, best, most, candidate);
             }
             if !found {
                 return false;
