@@ -1,0 +1,378 @@
+//! Ranks as processes that talk over TCP: for machines without an MPI, and for what ranks with GPUs have to say to each
+//! other besides NCCL.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use burn_moe::comm::tcp::{Launch, connect};
+//!
+//! // RANK=0 WORLD_SIZE=2 ./train & RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 ./train
+//! let launch = Launch::from_env()?;
+//! let comm = connect(&launch, Duration::from_secs(60))?;
+//! println!("rank {} of {}", comm.rank(), comm.size());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Every two ranks share a connection. One thread reads from it all the time, so a message is taken off the network
+//! whatever its receiver does; another writes, so that sending does not wait. A process that ends closes its connections,
+//! which the system tells the others at once; one that falls silent is noticed after the timeout.
+
+mod inbox;
+mod launch;
+mod rendezvous;
+
+#[cfg(test)]
+mod tests;
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::clock::{Monotonic, Timing, WorldClock, lock};
+use super::wire::{HEADER, Header};
+use super::{CommError, Communicator, Key, Op};
+use inbox::{Inbox, Loss};
+
+pub use launch::{Launch, LaunchError};
+
+/// Why the ranks did not come together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// A rank did not come in time.
+    #[error("rank {rank} waited {after:?} for rank {waiting_for} to connect and gave up")]
+    Timeout {
+        /// The rank that waited.
+        rank: usize,
+        /// The rank that did not come.
+        waiting_for: usize,
+        /// How long it waited.
+        after: Duration,
+    },
+    /// The port cannot be listened on.
+    #[error("cannot listen at {address}: {error}")]
+    Listen {
+        /// Address and port.
+        address: String,
+        /// What the system says.
+        error: String,
+    },
+    /// Ranks are on several machines, where strangers may connect.
+    #[error("{variable} is not set: ranks on several machines need a secret that all of them know")]
+    NoSecret {
+        /// The variable that holds it.
+        variable: &'static str,
+    },
+    /// Ranks disagree on how many there are.
+    #[error("rank {rank} was started as one of {got} ranks, this one as one of {expected}")]
+    WorldSize {
+        /// The other rank.
+        rank: String,
+        /// How many ranks it thinks there are.
+        got: String,
+        /// How many this one thinks there are.
+        expected: usize,
+    },
+    /// Two processes claim one rank.
+    #[error("two processes say that they are rank {rank}")]
+    Twice {
+        /// The rank.
+        rank: usize,
+    },
+    /// A rank would not let this one in, or ended before all were connected.
+    #[error("no connection with rank {rank}: {reason}")]
+    Refused {
+        /// The other rank.
+        rank: usize,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Connects this process with all others of the run. All of them have to call it, within `timeout` of each other; later
+/// operations wait as long for another rank.
+///
+/// Dropping the last reference says goodbye, or that this rank failed when its thread panics or it was told of a loss.
+///
+/// # Errors
+///
+/// [`ConnectError`], which names the rank that is missing or does not fit.
+pub fn connect(launch: &Launch, timeout: Duration) -> Result<Arc<dyn Communicator>, ConnectError> {
+    Ok(Arc::new(TcpCommunicator::connect(launch, timeout)?))
+}
+
+struct TcpCommunicator {
+    rank: usize,
+    timeout: Duration,
+    inbox: Arc<Inbox>,
+    /// By rank; none to itself.
+    peers: Vec<Option<Peer>>,
+    /// This rank's own clock is all it has; see [`Timing::Wall`].
+    clock: WorldClock,
+    /// The last loss this rank was told of, to be passed on.
+    seen: Mutex<Option<Loss>>,
+}
+
+struct Peer {
+    stream: TcpStream,
+    out: Sender<Frame>,
+    writer: Option<JoinHandle<()>>,
+}
+
+/// What goes over a connection.
+enum Frame {
+    Message(Key, Bytes),
+    /// This rank has returned.
+    Goodbye,
+    /// This rank fails, for that reason.
+    Failure(Loss),
+}
+
+/// What a header without a key of its own means.
+const GOODBYE: Key = Key::new(Op::Custom(u32::MAX), u64::MAX, 0);
+const FAILURE: Key = Key::new(Op::Custom(u32::MAX), u64::MAX, 1);
+
+/// Most bytes of the text of a failure.
+const LONGEST_REASON: usize = 4096;
+
+impl TcpCommunicator {
+    fn connect(launch: &Launch, timeout: Duration) -> Result<Self, ConnectError> {
+        let streams = rendezvous::connect_all(launch, timeout)?;
+        let inbox = Arc::new(Inbox::new(launch.world_size));
+        let refused = |rank: usize| {
+            move |error: io::Error| ConnectError::Refused {
+                rank,
+                reason: error.to_string(),
+            }
+        };
+        let mut peers = Vec::with_capacity(streams.len());
+        for (rank, stream) in streams.into_iter().enumerate() {
+            let Some(stream) = stream else {
+                peers.push(None);
+                continue;
+            };
+            // A peer that does not read for so long is lost.
+            stream
+                .set_write_timeout(Some(timeout))
+                .map_err(refused(rank))?;
+            let reader = stream.try_clone().map_err(refused(rank))?;
+            let writer = stream.try_clone().map_err(refused(rank))?;
+            let (out, frames) = channel();
+            let their = inbox.clone();
+            spawn(format!("from rank {rank}"), move || read_all(rank, reader, &their))
+                .map_err(refused(rank))?;
+            let their = inbox.clone();
+            let writer = spawn(format!("to rank {rank}"), move || {
+                write_all(rank, writer, &frames, &their);
+            });
+            peers.push(Some(Peer {
+                stream,
+                out,
+                writer: Some(writer.map_err(refused(rank))?),
+            }));
+        }
+        let clock = WorldClock::new(1, Timing::Wall, Arc::new(Monotonic::default()));
+        Ok(Self {
+            rank: launch.rank,
+            timeout,
+            inbox,
+            peers,
+            clock,
+            seen: Mutex::new(None),
+        })
+    }
+
+    fn check(&self, peer: usize, key: Key) -> Result<(), CommError> {
+        if peer < self.peers.len() {
+            return Ok(());
+        }
+        Err(CommError::InvalidRank {
+            rank: peer,
+            size: self.peers.len(),
+            key,
+        })
+    }
+
+    fn lost(&self, loss: Loss, key: Key) -> CommError {
+        *lock(&self.seen) = Some(loss.clone());
+        CommError::RankLost {
+            lost: loss.rank,
+            reason: loss.reason,
+            rank: self.rank,
+            key,
+        }
+    }
+}
+
+impl Communicator for TcpCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.peers.len()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn send(&self, to: usize, key: Key, payload: Bytes) -> Result<(), CommError> {
+        self.check(to, key)?;
+        if let Some(loss) = self.inbox.failed() {
+            return Err(self.lost(loss, key));
+        }
+        match &self.peers[to] {
+            None => self.inbox.deliver(self.rank, key, payload),
+            // Without a writer the peer has returned, and does not miss the message.
+            Some(peer) => drop(peer.out.send(Frame::Message(key, payload))),
+        }
+        Ok(())
+    }
+
+    fn recv(&self, from: usize, key: Key) -> Result<Bytes, CommError> {
+        self.check(from, key)?;
+        // Nothing sent to itself is ever on its way.
+        let limit = if from == self.rank {
+            Duration::ZERO
+        } else {
+            self.timeout
+        };
+        match self.inbox.wait(from, key, limit) {
+            Ok(payload) => Ok(payload),
+            Err(Some(loss)) => Err(self.lost(loss, key)),
+            Err(None) => {
+                *lock(&self.seen) = Some(Loss {
+                    rank: from,
+                    reason: format!("silent: rank {} waited {limit:?} in {key}", self.rank),
+                });
+                Err(CommError::Timeout {
+                    rank: self.rank,
+                    waiting_for: from,
+                    key,
+                    after: limit,
+                    unclaimed: self.inbox.unclaimed(from),
+                })
+            }
+        }
+    }
+
+    fn clock(&self) -> Duration {
+        self.clock.read(0)
+    }
+
+    fn pause_clock(&self) {
+        self.clock.pause(0);
+    }
+
+    fn resume_clock(&self) {
+        self.clock.resume(0);
+    }
+}
+
+impl Drop for TcpCommunicator {
+    fn drop(&mut self) {
+        let seen = lock(&self.seen).take();
+        let failed = std::thread::panicking().then(|| Loss {
+            rank: self.rank,
+            reason: "panicked".to_owned(),
+        });
+        let last = seen.or(failed);
+        for peer in self.peers.iter().flatten() {
+            let last = last.clone().map_or(Frame::Goodbye, Frame::Failure);
+            // A peer that is gone needs no goodbye.
+            let _ = peer.out.send(last);
+        }
+        let deadline = Instant::now() + self.timeout;
+        for peer in self.peers.iter_mut().flatten() {
+            // The writer ends with the last frame, or when the peer takes nothing for too long.
+            if let Some(writer) = peer.writer.take() {
+                while !writer.is_finished() && Instant::now() < deadline {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            // Readers go on until the peers say goodbye, so that what is under way meets an open connection.
+            let _ = peer.stream.shutdown(Shutdown::Write);
+        }
+    }
+}
+
+fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    let thread = std::thread::Builder::new().stack_size(256 << 10);
+    thread.name(name).spawn(run)
+}
+
+/// Writes until the last frame.
+fn write_all(rank: usize, mut stream: TcpStream, frames: &Receiver<Frame>, inbox: &Inbox) {
+    while let Ok(frame) = frames.recv() {
+        let (key, payload, last) = match frame {
+            Frame::Message(key, payload) => (key, payload, false),
+            Frame::Goodbye => (GOODBYE, Bytes::new(), true),
+            Frame::Failure(loss) => {
+                let mut reason = format!("{} {}", loss.rank, loss.reason);
+                reason.truncate(reason.floor_char_boundary(LONGEST_REASON));
+                (FAILURE, reason.into(), true)
+            }
+        };
+        let len = payload.len() as u64;
+        let written = stream
+            .write_all(&Header { key, len }.encode())
+            .and_then(|()| stream.write_all(&payload));
+        if let Err(error) = written {
+            // A peer that has said goodbye closes its connection.
+            if !inbox.has_returned(rank) {
+                inbox.fail(Loss {
+                    rank,
+                    reason: format!("does not take messages: {error}"),
+                });
+            }
+            return;
+        }
+        if last {
+            return;
+        }
+    }
+}
+
+/// Reads until the peer is gone.
+fn read_all(rank: usize, mut stream: TcpStream, inbox: &Inbox) {
+    let reason = loop {
+        let mut header = [0; HEADER];
+        if let Err(error) = stream.read_exact(&mut header) {
+            break match error.kind() {
+                io::ErrorKind::UnexpectedEof => "its process ended".to_owned(),
+                _ => format!("connection lost: {error}"),
+            };
+        }
+        let Some(Header { key, len }) = Header::decode(&header) else {
+            break "sent something that is no message".to_owned();
+        };
+        if key == GOODBYE {
+            return inbox.returned(rank);
+        }
+        let mut payload = Vec::new();
+        let size = usize::try_from(len).unwrap_or(usize::MAX);
+        if payload.try_reserve_exact(size).is_err() {
+            break format!("sent {len} bytes, for which there is no memory");
+        }
+        match (&mut stream).take(len).read_to_end(&mut payload) {
+            Ok(read) if read == size => {}
+            Ok(_) => break "its process ended in the middle of a message".to_owned(),
+            Err(error) => break format!("connection lost: {error}"),
+        }
+        if key == FAILURE {
+            let text = String::from_utf8_lossy(&payload);
+            let (lost, reason) = text.split_once(' ').unwrap_or(("", &text));
+            return inbox.fail(Loss {
+                rank: lost.parse().unwrap_or(rank),
+                reason: reason.to_owned(),
+            });
+        }
+        inbox.deliver(rank, key, payload.into());
+    };
+    inbox.fail(Loss { rank, reason });
+}
