@@ -8,7 +8,8 @@ use burn_moe::comm::{RankOptions, run_ranks};
 use burn_moe::parallel::{Balance, CombineOrder, ExpertParallel, ParallelOptions};
 use burn_moe_models::hf::Folder;
 use burn_moe_models::{
-    CacheError, Decoder, DecoderOutput, LogitsOf, ModelConfig, TokenBatch, pretrained,
+    CacheError, Decoder, DecoderOutput, GenerateOptions, Generation, LogitsOf, ModelConfig,
+    TokenBatch, pretrained,
 };
 use hf_common::{FAMILIES, fixture};
 
@@ -163,6 +164,37 @@ fn a_batch_that_does_not_fit_is_refused() {
     );
     read(TokenBatch::new([vec![1], vec![1; 1]])).unwrap();
     assert!(cache.lengths().eq([2, longest]));
+}
+
+#[test]
+fn prompts_that_cannot_be_read_are_refused() {
+    let ep = ExpertParallel::solo(options(CombineOrder::Exact)).unwrap();
+    let (config, decoder) = load("qwen3_moe", &ep);
+    let longest = config.max_sequence_length;
+    let generation = |prompts: &[Vec<u32>], max_new_tokens| {
+        let options = GenerateOptions {
+            max_new_tokens,
+            ..Default::default()
+        };
+        let refused = Generation::new(&decoder, ep.comm().as_ref(), prompts, options);
+        refused.err().map(|error| error.to_string())
+    };
+    for (prompts, more, parts) in [
+        (vec![vec![1], vec![]], 1, ["prompt 1 is empty", "1 or more"]),
+        (vec![vec![48]], 1, ["prompt 0 has the id 48", "(48)"]),
+        (
+            vec![vec![0; longest + 1]],
+            0,
+            ["prompt 0 of 129 tokens", "max_sequence_length (128)"],
+        ),
+        (vec![vec![0; longest - 1]], 2, ["127 tokens", "with 2 more"]),
+        (vec![vec![0]], usize::MAX, ["1 tokens", "(128)"]),
+    ] {
+        let error = generation(&prompts, more).expect("a refusal");
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+    assert_eq!(generation(&[vec![0; longest - 1]], 1), None);
+    assert_eq!(generation(&[], 1), None);
 }
 
 /// What the cache holds a token, as `cached_values` says.
