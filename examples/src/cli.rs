@@ -233,7 +233,7 @@ pub enum CliError {
     Pretrained(#[from] PretrainedError),
     /// The prompts cannot be read by the model.
     #[error(transparent)]
-    Generate(#[from] GenerateError),
+    Generate(GenerateError),
     /// The folder's tokenizer cannot be used.
     #[error("{}: {message}", path.display())]
     Tokenizer {
@@ -262,6 +262,15 @@ pub enum CliError {
     /// Another rank was lost or too late.
     #[error(transparent)]
     Comm(#[from] CommError),
+}
+
+impl From<GenerateError> for CliError {
+    fn from(error: GenerateError) -> Self {
+        match error {
+            GenerateError::Comm(error) => Self::Comm(error),
+            error => Self::Generate(error),
+        }
+    }
 }
 
 impl From<HfError> for CliError {

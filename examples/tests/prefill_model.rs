@@ -149,7 +149,8 @@ fn logits_and_routing_are_those_of_transformers() {
 }
 
 /// Greedy continuations of uneven prompts, against one that the logits of the whole text decide anew
-/// after every token, with no cache; however many ranks and however small the chunks.
+/// after every token, with no cache; however many ranks and however small the chunks. (Not so the
+/// sparse indexer: its exact ties depend on the length of the text. There, ranks and chunks agree.)
 #[test]
 fn continuations_are_those_without_a_cache() {
     use burn_moe::parallel::{ExpertParallel, ParallelOptions};
@@ -161,36 +162,43 @@ fn continuations_are_those_without_a_cache() {
         vec![2, 3, 5, 7, 11, 13, 17, 19, 23],
     ];
     let ids = write_ids(folder.path(), &prompts);
-    for family in ["deepseek_v3", "glm4_moe"] {
+    for family in FAMILIES {
         let files = Folder::open(fixture(family)).unwrap();
         let config = pretrained::read_config(&files).unwrap();
         let ep = ExpertParallel::solo(ParallelOptions::default()).unwrap();
         let device = burn::tensor::Device::flex();
         let decoder = pretrained::load(&config, &ep, &files, &device).unwrap();
-        let expected: Vec<String> = prompts
-            .iter()
-            .map(|prompt| {
+        let mut expected: Option<Vec<String>> = None;
+        if family != "glm_moe_dsa" {
+            // The families have other ids for the end of a text.
+            let eos = files.config_json()["eos_token_id"].as_u64();
+            let without_cache = |prompt: &Vec<u32>| {
                 let mut text = prompt.clone();
-                while text.len() < prompt.len() + 12 && (text == *prompt || !text.ends_with(&[1])) {
+                for _ in 0..12 {
                     let logits = decoder.forward(&TokenBatch::new([&text])).logits;
                     let last = text.len() - 1;
                     let row = logits.slice_dim(0, last..last + 1);
                     text.push(row.argmax(1).into_scalar::<i64>() as u32);
+                    if text.last().map(|id| u64::from(*id)) == eos {
+                        break;
+                    }
                 }
                 format!("{:?}", &text[prompt.len()..])
-            })
-            .collect();
+            };
+            expected = Some(prompts.iter().map(without_cache).collect());
+        }
         for (ranks, chunk) in [("1", "100"), ("2", "4"), ("4", "1")] {
             let args = ["--ids", &ids, "--ranks", ranks, "--chunk", chunk];
             let args = [&args[..], &["--max-new-tokens", "12"]].concat();
             let report = report(&fixture(family), &args, folder.path());
             let run = &report["runs"][0];
             let written = run["continuations"].as_array().unwrap();
-            let written: Vec<&str> = written
+            let written: Vec<String> = written
                 .iter()
-                .map(|c| c["continuation"].as_str().unwrap())
+                .map(|c| c["continuation"].as_str().unwrap().to_owned())
                 .collect();
-            assert_eq!(written, expected, "{family}, {ranks} ranks");
+            let expected = expected.get_or_insert_with(|| written.clone());
+            assert_eq!(written, *expected, "{family}, {ranks} ranks");
             assert!(run["decode"]["tokens_per_second"].as_f64().unwrap() > 0.0);
             let held = run["kv_cache_bytes"].as_array().unwrap();
             assert_eq!(held.len().to_string(), ranks);

@@ -138,7 +138,7 @@ fn a_router_that_is_not_finite_is_refused() {
             let opened = Folder::open(folder.path()).unwrap();
             let config = pretrained::read_config(&opened).unwrap();
             let loaded = pretrained::load(&config, &ep, &opened, &Device::flex());
-            let error = loaded.err().expect("a refusal").to_string();
+            let error = loaded.expect_err("a refusal").to_string();
             assert!(
                 error.contains(&tensor) && error.contains("finite"),
                 "{error}"

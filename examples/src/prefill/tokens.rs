@@ -1,6 +1,6 @@
 //! From prompts to tokens, and back to what is shown.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::PrefillArgs;
 use crate::cli::{CliError, check};
@@ -14,7 +14,7 @@ pub(super) enum Tokens {
     Ids,
     /// Pieces of text, as the model's tokenizer cuts it.
     #[cfg(feature = "tokenizer")]
-    Text(PathBuf, Box<tokenizers::Tokenizer>),
+    Text(std::path::PathBuf, Box<tokenizers::Tokenizer>),
 }
 
 impl Tokens {
@@ -52,11 +52,13 @@ impl Tokens {
         if let Self::Ids = self {
             return ids(&path, &bytes);
         }
+        let readable = matches!(self, Self::Bytes) || std::str::from_utf8(&bytes).is_ok();
+        check(readable, option, path.display(), || "UTF-8 text".into())?;
         let lines = bytes
             .split(|byte| *byte == b'\n')
             .map(|line| line.strip_suffix(b"\r").unwrap_or(line))
             .filter(|line| !line.is_empty());
-        let prompts: Result<Vec<_>, _> = lines.map(|line| self.encode(&path, line)).collect();
+        let prompts: Result<Vec<_>, _> = lines.map(|line| self.encode(line)).collect();
         let prompts = prompts?;
         check(!prompts.is_empty(), option, path.display(), || {
             "a file with at least one line that is not empty".into()
@@ -64,21 +66,20 @@ impl Tokens {
         Ok(prompts)
     }
 
-    fn encode(&self, _path: &Path, line: &[u8]) -> Result<Vec<u32>, CliError> {
-        #[cfg(feature = "tokenizer")]
-        if let Self::Text(file, tokenizer) = self {
-            let fault = |path: &Path, message: String| CliError::Tokenizer {
-                path: path.into(),
-                message,
-            };
-            let text =
-                std::str::from_utf8(line).map_err(|error| fault(_path, error.to_string()))?;
-            let encoding = tokenizer
-                .encode(text, true)
-                .map_err(|error| fault(file, format!("{text:?}: {error}")))?;
-            return Ok(encoding.get_ids().to_vec());
+    fn encode(&self, line: &[u8]) -> Result<Vec<u32>, CliError> {
+        match self {
+            #[cfg(feature = "tokenizer")]
+            Self::Text(path, tokenizer) => {
+                let text = String::from_utf8_lossy(line);
+                let fault = |error| CliError::Tokenizer {
+                    path: path.clone(),
+                    message: format!("{text:?}: {error}"),
+                };
+                let encoding = tokenizer.encode(text.as_ref(), true).map_err(fault)?;
+                Ok(encoding.get_ids().to_vec())
+            }
+            Self::Bytes | Self::Ids => Ok(line.iter().map(|byte| u32::from(*byte)).collect()),
         }
-        Ok(line.iter().map(|byte| u32::from(*byte)).collect())
     }
 
     /// Tokens as they are shown.
