@@ -14,7 +14,7 @@ use burn_moe::parallel::{Balance, ParallelError};
 use burn_moe_models::checkpoint::CheckpointError;
 use burn_moe_models::hf::HfError;
 use burn_moe_models::pretrained::PretrainedError;
-use burn_moe_models::{ModelConfig, ModelError};
+use burn_moe_models::{GenerateError, ModelConfig, ModelError};
 use clap::{Args, ValueEnum};
 
 use crate::data::DataError;
@@ -231,6 +231,17 @@ pub enum CliError {
     /// A model folder cannot be read.
     #[error(transparent)]
     Pretrained(#[from] PretrainedError),
+    /// The prompts cannot be read by the model.
+    #[error(transparent)]
+    Generate(GenerateError),
+    /// The folder's tokenizer cannot be used.
+    #[error("{}: {message}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        message: String,
+    },
     /// Expert parallelism refuses its settings.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
@@ -251,6 +262,15 @@ pub enum CliError {
     /// Another rank was lost or too late.
     #[error(transparent)]
     Comm(#[from] CommError),
+}
+
+impl From<GenerateError> for CliError {
+    fn from(error: GenerateError) -> Self {
+        match error {
+            GenerateError::Comm(error) => Self::Comm(error),
+            error => Self::Generate(error),
+        }
+    }
 }
 
 impl From<HfError> for CliError {

@@ -34,11 +34,18 @@ pub fn train(report: &TrainReport) -> String {
 
 /// The page of `prefill`.
 pub fn prefill(report: &PrefillReport) -> String {
+    let every = every(report.runs.iter().map(|run| &run.layers), LOAD_NUMBERS);
+    let mut report = Cow::Borrowed(report);
+    if every > 1 {
+        for run in &mut report.to_mut().runs {
+            thin(&mut run.layers, every);
+        }
+    }
     assemble(
         "Prefill report",
         include_str!("page/prefill.html"),
         include_str!("page/prefill.js"),
-        report,
+        &*report,
     )
 }
 
@@ -86,7 +93,7 @@ fn thin(layers: &mut LayerSummary, every: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::{Continuation, PrefillRun, RunReport, Summary};
+    use crate::report::{Continuation, DecodeRun, PrefillRun, RunReport, Summary};
     use burn_moe_models::ModelConfig;
     use serde_json::Value;
 
@@ -145,13 +152,18 @@ mod tests {
             slots: 1,
             planner: "quota".into(),
             timing: "critical-path",
+            tokens: "bytes",
             prompt_tokens: 5,
+            chunk: Some(2),
+            max_new_tokens: 4,
             runs: vec![PrefillRun {
                 balance: "exact",
                 time_to_first_token: 0.25,
                 tokens_per_second: 20.0,
                 replica_buffer_bytes: vec![1024, 1024],
+                kv_cache_bytes: vec![2048, 4096],
                 layers: layers(1),
+                decode: DecodeRun::default(),
                 continuations: vec![Continuation {
                     prompt: NASTY.into(),
                     continuation: NASTY.into(),

@@ -59,8 +59,14 @@ pub struct PrefillReport {
     pub planner: String,
     /// `wall` or `critical-path`: what all times and rates are.
     pub timing: &'static str,
+    /// What the tokens are: `bytes`, `ids` or `text`.
+    pub tokens: &'static str,
     /// Tokens of all prompts.
     pub prompt_tokens: usize,
+    /// Most tokens of a prompt that one forward pass read; null: all.
+    pub chunk: Option<usize>,
+    /// Tokens to write behind each prompt, at most.
+    pub max_new_tokens: usize,
     /// One for each balancer.
     pub runs: Vec<PrefillRun>,
 }
@@ -70,17 +76,38 @@ pub struct PrefillReport {
 pub struct PrefillRun {
     /// `none`, `exact` or `ideal`.
     pub balance: &'static str,
-    /// Seconds until the next byte of every prompt was known.
+    /// Seconds until the first token behind every prompt was known.
     pub time_to_first_token: f64,
     /// Prompt tokens by these seconds.
     pub tokens_per_second: f64,
     /// Most bytes of replica weights held at once, by rank.
     pub replica_buffer_bytes: Vec<usize>,
-    /// What the layers did in the pass over the prompts.
+    /// Bytes of keys and values at the end, with the room made for them, by rank.
+    pub kv_cache_bytes: Vec<usize>,
+    /// What the layers did in the passes over the prompts.
     #[serde(flatten)]
     pub layers: LayerSummary,
+    /// The passes after those.
+    pub decode: DecodeRun,
     /// What the model would write next.
     pub continuations: Vec<Continuation>,
+}
+
+/// Passes that read one written token of each sequence.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct DecodeRun {
+    /// Forward passes.
+    pub passes: usize,
+    /// Tokens written, without the first behind each prompt.
+    pub tokens: usize,
+    /// Seconds they took.
+    pub seconds: f64,
+    /// Tokens by seconds; 0 without tokens.
+    pub tokens_per_second: f64,
+    /// Max over mean of token copies a rank, over all layers and passes, had nothing been moved.
+    pub imbalance_before: Summary,
+    /// The same as computed.
+    pub imbalance_after: Summary,
 }
 
 /// A prompt and what follows.
@@ -88,7 +115,7 @@ pub struct PrefillRun {
 pub struct Continuation {
     /// The prompt.
     pub prompt: String,
-    /// The bytes after it, greedily chosen; bytes that are no UTF-8 are replaced.
+    /// The tokens behind it, greedily chosen; bytes that are no UTF-8 are replaced.
     pub continuation: String,
 }
 

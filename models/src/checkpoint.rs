@@ -214,6 +214,22 @@ pub fn load(
     ep: &ExpertParallel,
     folder: &Path,
 ) -> Result<Decoder, CheckpointError> {
+    load_with_progress(decoder, config, ep, folder, &mut |_, _| {})
+}
+
+/// [`load`], with `progress` told, after each parameter, how many values have been read and how many
+/// this rank reads in all.
+///
+/// # Errors
+///
+/// As [`load`].
+pub fn load_with_progress(
+    decoder: Decoder,
+    config: &ModelConfig,
+    ep: &ExpertParallel,
+    folder: &Path,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Decoder, CheckpointError> {
     let index_path = folder.join(INDEX);
     let text = fs::read(&index_path).map_err(io(&index_path))?;
     let index: Index = serde_json::from_slice(&text).map_err(json(&index_path))?;
@@ -247,6 +263,9 @@ pub fn load(
         index: &index,
         files: &tensors,
         used: 0,
+        values: 0,
+        total: decoder.num_params(),
+        progress,
         error: None,
     };
     let decoder = decoder.map(&mut fill);
@@ -377,7 +396,12 @@ struct Fill<'a> {
     folder: &'a Path,
     index: &'a Index,
     files: &'a HashMap<&'a str, SafeTensors<'a>>,
+    /// Tensors read.
     used: usize,
+    /// Values read.
+    values: usize,
+    total: usize,
+    progress: &'a mut dyn FnMut(usize, usize),
     error: Option<CheckpointError>,
 }
 
@@ -443,12 +467,16 @@ impl ModuleMapper for Fill<'_> {
         }
         let shape = param.lazy_shape().to_vec();
         match self.values(&shape) {
-            Ok(values) => param.map(|tensor| {
-                let data = TensorData::new(values, shape);
-                Tensor::<D>::from_data(data, &tensor.device())
-                    .cast(tensor.dtype())
-                    .set_require_grad(tensor.is_require_grad())
-            }),
+            Ok(values) => {
+                self.values += values.len();
+                (self.progress)(self.values, self.total);
+                param.map(|tensor| {
+                    let data = TensorData::new(values, shape);
+                    Tensor::<D>::from_data(data, &tensor.device())
+                        .cast(tensor.dtype())
+                        .set_require_grad(tensor.is_require_grad())
+                })
+            }
             Err(error) => {
                 self.error = Some(error);
                 param

@@ -2,12 +2,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_moe::layer::{FeedForward, FeedForwardConfig, Moe, Routing};
 use burn_moe::parallel::ExpertParallel;
 
-use crate::attention::{Attention, AttentionConfig, Rope};
-use crate::{ModelConfig, ModelError};
+use crate::attention::{Attention, AttentionConfig, Packing};
+use crate::{CacheError, KvCache, ModelConfig, ModelError};
 
 /// Sequences of any lengths, one behind the other without padding.
 #[derive(Debug, Clone, Default)]
@@ -29,20 +29,6 @@ impl TokenBatch {
         }
         batch
     }
-
-    /// Runs of sequences of equal length: tokens before, sequences, length.
-    fn runs(&self) -> Vec<(usize, usize, usize)> {
-        let mut runs: Vec<(usize, usize, usize)> = Vec::new();
-        let mut start = 0;
-        for &length in &self.lengths {
-            match runs.last_mut() {
-                Some((_, sequences, of)) if *of == length => *sequences += 1,
-                _ => runs.push((start, 1, length)),
-            }
-            start += length;
-        }
-        runs
-    }
 }
 
 /// A decoder-only language model. With expert parallelism, one rank's part of it.
@@ -58,6 +44,8 @@ pub struct Decoder {
     pub head: Linear,
     #[module(skip)]
     attention: AttentionConfig,
+    #[module(skip)]
+    max_sequence_length: usize,
 }
 
 /// Attention and feed-forward, each behind a norm and added to the stream.
@@ -86,10 +74,19 @@ pub enum FeedForwardKind {
 /// Output of a [`Decoder`].
 #[derive(Debug, Clone)]
 pub struct DecoderOutput {
-    /// `[tokens, vocab_size]`
+    /// `[tokens, vocab_size]`, of the tokens that [`LogitsOf`] says.
     pub logits: Tensor<2>,
     /// The routing of each MoE layer, in order.
     pub routings: Vec<Routing>,
+}
+
+/// Tokens whose logits are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogitsOf {
+    /// Every token.
+    All,
+    /// The last token of each sequence that has any.
+    Last,
 }
 
 /// Serialises the drawing of weights: Burn's CPU backend has one random state for all threads.
@@ -163,6 +160,7 @@ impl ModelConfig {
                 .with_bias(false)
                 .init(device),
             attention: self.attention.clone(),
+            max_sequence_length: self.max_sequence_length,
         })
     }
 }
@@ -185,7 +183,71 @@ impl Decoder {
     /// Panics on an id that is not in the vocabulary; unwinds with a
     /// [`CommError`](burn_moe::comm::CommError) when a rank is lost or too late.
     pub fn forward(&self, batch: &TokenBatch) -> DecoderOutput {
-        let device = self.embedding.weight.device();
+        let packing = Packing::new(&self.attention, &batch.lengths, &self.device());
+        self.run(batch, packing, None, LogitsOf::All)
+    }
+
+    /// An empty cache for [`forward_cached`](Self::forward_cached), for prompts of these lengths and
+    /// with room for `more` tokens behind each.
+    pub fn cache(&self, prompts: &[usize], more: usize) -> KvCache {
+        KvCache::new(self.layers.len(), prompts, more)
+    }
+
+    /// [`forward`](Self::forward) of tokens that come behind those in the cache, which they are added
+    /// to: the batch has as many sequences as the cache, each with any number of new tokens. They
+    /// get the logits that a forward pass over the whole sequences gives them. No gradient passes
+    /// the cache.
+    ///
+    /// With expert parallelism all ranks must call it equally often, even without tokens.
+    ///
+    /// # Errors
+    ///
+    /// When the batch has another number of sequences, or one becomes longer than the model's
+    /// `max_sequence_length`. Nothing is computed then.
+    ///
+    /// # Panics
+    ///
+    /// As [`forward`](Self::forward). The cache is then as before.
+    pub fn forward_cached(
+        &self,
+        batch: &TokenBatch,
+        cache: &mut KvCache,
+        logits: LogitsOf,
+    ) -> Result<DecoderOutput, CacheError> {
+        cache.check(&batch.lengths, self.max_sequence_length)?;
+        let packing = Packing::behind(
+            &self.attention,
+            &cache.sequences,
+            &batch.lengths,
+            &self.device(),
+        );
+        let out = self.run(batch, packing, Some(cache), logits);
+        cache.advance(&batch.lengths);
+        Ok(out)
+    }
+
+    /// Tokens in the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.embedding.weight.lazy_shape()[0]
+    }
+
+    /// Longest sequence.
+    pub fn max_sequence_length(&self) -> usize {
+        self.max_sequence_length
+    }
+
+    fn device(&self) -> Device {
+        self.embedding.weight.device()
+    }
+
+    fn run(
+        &self,
+        batch: &TokenBatch,
+        mut packing: Packing,
+        mut cache: Option<&mut KvCache>,
+        logits: LogitsOf,
+    ) -> DecoderOutput {
+        let device = self.device();
         let [vocab_size, d_model] = self.embedding.weight.dims();
         let tokens = batch.ids.len();
         let mut routings = Vec::new();
@@ -207,14 +269,10 @@ impl Decoder {
         let ids: Vec<i32> = batch.ids.iter().map(|id| *id as i32).collect();
         let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, tokens]), &device);
         let mut x: Tensor<2> = self.embedding.forward(ids).reshape([tokens, d_model]);
-        let mut runs: Vec<Run> = batch
-            .runs()
-            .into_iter()
-            .map(|run| Run::new(run, self, &device))
-            .collect();
-        for block in &self.layers {
+        for (layer, block) in self.layers.iter().enumerate() {
             let normed = block.attention_norm.forward(x.clone());
-            x = x + attend(&block.attention, normed, &mut runs);
+            let cache = cache.as_deref_mut().map(|cache| &mut cache.layers[layer]);
+            x = x + block.attention.forward_behind(normed, &mut packing, cache);
             let normed = block.feed_forward_norm.forward(x.clone());
             x = x + match &block.feed_forward {
                 FeedForwardKind::Dense(dense) => dense.forward(normed),
@@ -224,6 +282,9 @@ impl Decoder {
                     out.output
                 }
             };
+        }
+        if logits == LogitsOf::Last {
+            x = x.select(0, last_rows(&batch.lengths, &device));
         }
         DecoderOutput {
             logits: self.head.forward(self.norm.forward(x)),
@@ -242,52 +303,15 @@ impl Decoder {
     }
 }
 
-/// Sequences of equal length that are computed together.
-struct Run {
-    start: usize,
-    sequences: usize,
-    length: usize,
-    angles: Rope,
-    /// True above the diagonal: keys that come after the query.
-    future: Tensor<4, Bool>,
-    /// Keys that a query does not see, as the layers so far have left it.
-    hidden: Tensor<4, Bool>,
-}
-
-impl Run {
-    fn new(
-        (start, sequences, length): (usize, usize, usize),
-        decoder: &Decoder,
-        device: &Device,
-    ) -> Self {
-        let future: Tensor<4, Bool> =
-            Tensor::<2, Bool>::tril_mask([length, length], 0, device).unsqueeze();
-        Self {
-            start,
-            sequences,
-            length,
-            angles: decoder.attention.angles(length, device),
-            hidden: future.clone(),
-            future,
-        }
-    }
-}
-
-/// Attention within each sequence.
-fn attend(attention: &Attention, x: Tensor<2>, runs: &mut [Run]) -> Tensor<2> {
-    let [_, width] = x.dims();
-    let attended = runs
-        .iter_mut()
-        .map(|run| {
-            let rows = run.sequences * run.length;
-            let x = x
-                .clone()
-                .slice_dim(0, run.start..run.start + rows)
-                .reshape([run.sequences, run.length, width]);
-            attention
-                .forward(x, &run.angles, &run.future, &mut run.hidden)
-                .reshape([rows, width])
-        })
-        .collect();
-    Tensor::cat(attended, 0)
+/// The last row of each sequence that has any.
+fn last_rows(lengths: &[usize], device: &Device) -> Tensor<1, Int> {
+    let mut end = 0;
+    let with_tokens = lengths.iter().filter(|length| **length > 0);
+    let rows = with_tokens.map(|length| {
+        end += length;
+        end as i32 - 1
+    });
+    let rows: Vec<i32> = rows.collect();
+    let count = rows.len();
+    Tensor::from_data(TensorData::new(rows, [count]), device)
 }

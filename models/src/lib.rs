@@ -4,14 +4,18 @@
 //! [`pretrained`] loads one from a folder of Hugging Face's. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
 
 pub mod attention;
+mod cache;
 pub mod checkpoint;
 mod config;
 mod counts;
 mod decoder;
+mod generate;
 pub mod hf;
 mod module_path;
 pub mod pretrained;
 
+pub use cache::{CacheError, KvCache};
 pub use config::{ModelConfig, ModelError};
 pub use counts::ParameterCounts;
-pub use decoder::{Block, Decoder, DecoderOutput, FeedForwardKind, TokenBatch};
+pub use decoder::{Block, Decoder, DecoderOutput, FeedForwardKind, LogitsOf, TokenBatch};
+pub use generate::{GenerateError, GenerateOptions, Generation};

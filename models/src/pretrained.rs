@@ -56,6 +56,22 @@ pub fn load(
     folder: &Folder,
     device: &Device,
 ) -> Result<Decoder, PretrainedError> {
+    load_with_progress(config, ep, folder, device, &mut |_, _| {})
+}
+
+/// [`load`], with `progress` told, after each tensor, how many values have been read and how many this
+/// rank reads in all.
+///
+/// # Errors
+///
+/// As [`load`].
+pub fn load_with_progress(
+    config: &ModelConfig,
+    ep: &Arc<ExpertParallel>,
+    folder: &Folder,
+    device: &Device,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Decoder, PretrainedError> {
     let decoder = config.init_lazy(ep, 0, device)?;
     let mut names = Names {
         path: ModulePath::default(),
@@ -82,6 +98,9 @@ pub fn load(
         folder,
         own,
         down: None,
+        read: 0,
+        total: decoder.num_params(),
+        progress,
         error: None,
     };
     let decoder = decoder.map(&mut fill);
@@ -272,6 +291,10 @@ struct Fill<'a> {
     own: Range<usize>,
     /// Down of the experts whose gate and up have been read.
     down: Option<Vec<f32>>,
+    /// Values so far.
+    read: usize,
+    total: usize,
+    progress: &'a mut dyn FnMut(usize, usize),
     error: Option<HfError>,
 }
 
@@ -331,6 +354,8 @@ impl ModuleMapper for Fill<'_> {
                 return param;
             }
         };
+        self.read += values.len();
+        (self.progress)(self.read, self.total);
         let device = param.lazy_device();
         // Routers stay in f32 whatever the type of the model.
         let of_router = self.path.parts().contains(&"router");

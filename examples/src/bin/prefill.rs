@@ -1,4 +1,4 @@
-//! Runs prompts through a trained model over expert-parallel ranks.
+//! Runs prompts through a model over expert-parallel ranks.
 
 use std::process::ExitCode;
 
@@ -6,8 +6,10 @@ use burn_moe_examples::cli::{finish, keep_freed_memory};
 use burn_moe_examples::prefill::{PrefillArgs, run};
 use clap::Parser;
 
-/// Runs a batch of prompts through a model that `train --checkpoint` saved, over any number of
-/// expert-parallel ranks; reports time to first token, load, and how each prompt goes on.
+/// Runs a batch of prompts of any lengths through a model, over any number of expert-parallel ranks,
+/// and continues each greedily. The model is a folder of Hugging Face's or what `train --checkpoint`
+/// saved. Reports time to first token, tokens per second of reading and writing, the balance of each
+/// layer, memory of the KV cache, and the continuations.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {

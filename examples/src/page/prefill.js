@@ -1,31 +1,37 @@
 "use strict";
 const runs = data.runs, main = runs.find(run => run.balance === "exact") || runs[0];
-const state = { run: runs.indexOf(main), layer: 0 };
+const state = { run: runs.indexOf(main), layer: 0, pass: 0 }, passes = main.imbalance.length;
 
 function settings() {
   const c = data.config, { imbalance_before: before, imbalance_after: after } = main;
-  byId("lead").textContent = `${main.balance}: the next byte of every prompt was known after ${fixed(main.time_to_first_token * 1e3, 1)} ms. The slowest rank computed ${fixed(after.mean, 3)} times the mean of all ranks` +
+  byId("lead").textContent = `${main.balance}: the first token behind every prompt was known after ${fixed(main.time_to_first_token * 1e3, 1)} ms. The slowest rank computed ${fixed(after.mean, 3)} times the mean of all ranks` +
     (main.balance === "exact" ? `; without balancing it would have been ${fixed(before.mean, 3)} times.` : ".");
   facts("facts", [
-    ["Checkpoint", data.checkpoint],
+    ["Model", data.checkpoint],
     ["Config", `${c.num_layers} layers (${c.num_dense_layers} dense), width ${c.d_model}; ${c.num_experts} experts of width ${c.d_hidden_expert} in ${c.n_group} groups, top ${c.top_k} of ${c.topk_group} groups, ${c.num_shared_experts} shared`],
     ["Ranks", `${data.ranks}, each with ${number(c.num_experts / data.ranks)} experts`],
     ["Replica slots", `${data.slots} a rank, shared by all layers`],
     ["Planner", `${data.planner} (used by exact)`],
     ["Balancers", runs.map(run => BALANCER[run.balance] || run.balance).join("; ")],
     ["Timing", TIMING[data.timing] || data.timing],
-    ["Prompts", `${number(main.continuations.length)}, together ${number(data.prompt_tokens)} tokens (bytes)`],
+    ["Prompts", `${number(main.continuations.length)}, together ${number(data.prompt_tokens)} tokens${data.tokens === "bytes" ? " (bytes)" : ""}`],
+    ["Read", data.chunk === null ? "each prompt in one pass" : `in ${number(passes)} passes of at most ${number(data.chunk)} tokens of each prompt`],
+    ["Written", `at most ${number(data.max_new_tokens)} tokens behind each prompt`],
   ]);
   byId("config").textContent = JSON.stringify(c, null, 1);
   const three = (name, key) => [[name], ["mean", r => fixed(r[key].mean, 3)], ["95th percentile", r => fixed(r[key].p95, 3)], ["worst", r => fixed(r[key].max, 3)]];
   table("table", runs, [
     ["Speed"], ["ms to first token", r => fixed(r.time_to_first_token * 1e3, 1)], ["prompt tokens per second", r => number(r.tokens_per_second)],
+    ["new tokens per second", r => r.decode.tokens ? number(r.decode.tokens_per_second) : "–"],
     ...three("Imbalance before", "imbalance_before"), ...three("Imbalance after", "imbalance_after"),
+    ["Imbalance of new tokens"], ["before, mean", r => r.decode.passes ? fixed(r.decode.imbalance_before.mean, 3) : "–"],
+    ["after, mean", r => r.decode.passes ? fixed(r.decode.imbalance_after.mean, 3) : "–"],
     ["Planning of a layer"], ["copies, mean", r => fixed(r.copies_per_plan.mean, 1)],
     ["µs, median", r => fixed(r.planning_us.p50, 1)], ["µs, 95th percentile", r => fixed(r.planning_us.p95, 1)],
-    ["Moved in the pass over the prompts"], ["MB of tokens", r => fixed(r.bytes_dispatched_per_step / 1e6, 2)],
+    ["Moved in a pass over the prompts"], ["MB of tokens", r => fixed(r.bytes_dispatched_per_step / 1e6, 2)],
     ["MB of expert weights", r => fixed(r.bytes_replicated_per_step / 1e6, 2)],
     ["Memory"], ["KB of replicas, largest rank", r => number(largest([0, ...r.replica_buffer_bytes]) / 1024)],
+    ["KB of keys and values, largest rank", r => number(largest([0, ...r.kv_cache_bytes]) / 1024)],
   ]);
 }
 
@@ -33,12 +39,13 @@ const set = change => { Object.assign(state, change); draw(); };
 const controls = [
   select("Balancer", runs.map((run, i) => [i, run.balance]), run => set({ run })),
   select("Layer", runs[0].layers.map((layer, i) => [i, `layer ${layer}`]), layer => set({ layer })),
+  ...(passes > 1 ? [select("Pass", main.imbalance.map((_, i) => [i, `${i + 1} of ${passes}`]), pass => set({ pass }))] : []),
 ];
 
 // Two bars a layer, from 1, which is perfect.
 function layerBars(run) {
-  const pairs = run.imbalance[0] || [], left = 56, top = 26, height = 200;
-  const all = runs.flatMap(r => (r.imbalance[0] || []).flat()), high = 1 + (Math.max(1.01, largest(all)) - 1) * 1.05;
+  const pairs = run.imbalance[state.pass] || [], left = 56, top = 26, height = 200;
+  const all = runs.flatMap(r => (r.imbalance[state.pass] || []).flat()), high = 1 + (Math.max(1.01, largest(all)) - 1) * 1.05;
   const bw = Math.max(16, Math.min(140, (width("layers") - left - 8) / Math.max(1, pairs.length))), right = left + bw * pairs.length;
   const root = chart(right + 8, top + height + 38, `Imbalance of each layer, ${run.balance}. ` +
     pairs.map(([before, after], i) => `Layer ${run.layers[i]}: ${fixed(before, 3)} before, ${fixed(after, 3)} after`).join("; "));
@@ -61,10 +68,11 @@ function layerBars(run) {
 }
 
 function rankLoads(run) {
-  const loads = run.loads[0]?.[state.layer];
+  const loads = run.loads[state.pass]?.[state.layer];
   byId("bars-title").textContent = `Ranks in layer ${run.layers[state.layer] ?? "–"}, ${run.balance}`;
-  if (!loads) return;
-  const [before, after] = run.imbalance[0][state.layer], all = stacks(loads.experts, data.ranks, []);
+  byId("bars").style.display = loads ? "" : "none";
+  if (!loads) return void (byId("bars-title").textContent += ": not kept in the page for this pass; see report.json");
+  const [before, after] = run.imbalance[state.pass][state.layer], all = stacks(loads.experts, data.ranks, []);
   const now = stacks(loads.experts, data.ranks, loads.replicas), most = Math.max(1, ...all.map(total), ...now.map(total)) * 1.02;
   const copies = loads.replicas.length, note = `${copies} ${copies === 1 ? "copy" : "copies"}`;
   byId("bars-before-title").textContent = `Before: imbalance ${fixed(before, 3)}`;
@@ -104,7 +112,7 @@ function prompts() {
 
 function draw() {
   const run = runs[state.run];
-  controls.forEach((control, i) => control.set([state.run, state.layer][i]));
+  controls.forEach((control, i) => control.set([state.run, state.layer, state.pass][i]));
   layerBars(run);
   rankLoads(run);
 }

@@ -2,40 +2,55 @@
 
 use std::path::Path;
 
-use burn_moe_models::{DecoderOutput, ModelConfig};
+use burn_moe_models::{DecoderOutput, ModelConfig, TokenBatch};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use crate::cli::CliError;
 
-/// Logits and routing of one rank's prompts.
-pub(super) struct PromptOutputs {
-    lengths: Vec<usize>,
-    /// `[tokens, vocab_size]`
+/// Logits and routing of one prompt, all its tokens in order.
+#[derive(Default)]
+pub(super) struct PromptOutput {
+    length: usize,
+    /// `[length, vocab_size]`
     logits: Vec<f32>,
-    /// Of each MoE layer, ids and weights `[tokens, k]`.
+    /// Of each MoE layer, ids and weights `[length, k]`.
     routings: Vec<(Vec<i64>, Vec<f32>)>,
 }
 
-impl PromptOutputs {
-    pub fn of(out: &DecoderOutput, prompts: &[Vec<u32>]) -> Self {
-        Self {
-            lengths: prompts.iter().map(Vec::len).collect(),
-            logits: out.logits.to_data().iter().collect(),
-            routings: out
-                .routings
-                .iter()
-                .map(|routing| {
-                    let ids = routing.ids.to_data().iter().collect();
-                    (ids, routing.weights.to_data().iter().collect())
-                })
-                .collect(),
+impl PromptOutput {
+    /// Appends the tokens of a forward pass to the prompts that they are of.
+    pub fn extend(prompts: &mut [Self], batch: &TokenBatch, out: &DecoderOutput) {
+        let logits: Vec<f32> = out.logits.to_data().iter().collect();
+        let routings: Vec<(Vec<i64>, Vec<f32>)> = out
+            .routings
+            .iter()
+            .map(|routing| {
+                let ids = routing.ids.to_data().iter().collect();
+                (ids, routing.weights.to_data().iter().collect())
+            })
+            .collect();
+        let tokens = batch.ids.len();
+        let mut start = 0;
+        for (prompt, &length) in prompts.iter_mut().zip(&batch.lengths) {
+            let rows = |all: usize| {
+                let width = all / tokens.max(1);
+                start * width..(start + length) * width
+            };
+            prompt.logits.extend(&logits[rows(logits.len())]);
+            prompt.routings.resize(routings.len(), Default::default());
+            for (own, (ids, weights)) in prompt.routings.iter_mut().zip(&routings) {
+                own.0.extend(&ids[rows(ids.len())]);
+                own.1.extend(&weights[rows(weights.len())]);
+            }
+            prompt.length += length;
+            start += length;
         }
     }
 }
 
 /// Writes `logits.i`, and `router.N.indices.i` (i64) and `router.N.weights.i` for each MoE layer `N`
-/// of the model, of prompt `i`. `ranks` are the ranks' prompts in order.
+/// of the model, of prompt `i`.
 ///
 /// # Errors
 ///
@@ -43,43 +58,22 @@ impl PromptOutputs {
 pub(super) fn save(
     path: &Path,
     model: &ModelConfig,
-    ranks: Vec<PromptOutputs>,
+    prompts: impl Iterator<Item = PromptOutput>,
 ) -> Result<(), CliError> {
     let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
-    let mut prompt = 0;
-    for rank in ranks {
-        let mut start = 0;
-        for length in rank.lengths {
-            let rows = |width: usize| start * width..(start + length) * width;
-            let f32s = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect();
-            let vocab = model.vocab_size;
-            tensors.push((
-                format!("logits.{prompt}"),
-                Dtype::F32,
-                vec![length, vocab],
-                f32s(&rank.logits[rows(vocab)]),
-            ));
-            let k = model.top_k;
-            for (layer, (ids, weights)) in rank.routings.iter().enumerate() {
-                let layer = model.num_dense_layers + layer;
-                tensors.push((
-                    format!("router.{layer}.indices.{prompt}"),
-                    Dtype::I64,
-                    vec![length, k],
-                    ids[rows(k)]
-                        .iter()
-                        .flat_map(|id| id.to_le_bytes())
-                        .collect(),
-                ));
-                tensors.push((
-                    format!("router.{layer}.weights.{prompt}"),
-                    Dtype::F32,
-                    vec![length, k],
-                    f32s(&weights[rows(k)]),
-                ));
-            }
-            start += length;
-            prompt += 1;
+    let f32s = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    for (i, prompt) in prompts.enumerate() {
+        let shape = vec![prompt.length, model.vocab_size];
+        let logits = f32s(&prompt.logits);
+        tensors.push((format!("logits.{i}"), Dtype::F32, shape, logits));
+        for (layer, (ids, weights)) in prompt.routings.iter().enumerate() {
+            let layer = model.num_dense_layers + layer;
+            let shape = vec![prompt.length, model.top_k];
+            let ids = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            let name = format!("router.{layer}.indices.{i}");
+            tensors.push((name, Dtype::I64, shape.clone(), ids));
+            let name = format!("router.{layer}.weights.{i}");
+            tensors.push((name, Dtype::F32, shape, f32s(weights)));
         }
     }
     let views: Result<Vec<_>, _> = tensors

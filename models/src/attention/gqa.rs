@@ -1,10 +1,10 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_moe::layer::ConfigError;
 use serde::{Deserialize, Serialize};
 
-use super::{Rope, RopeConfig, scaled_dot_product};
+use super::{LayerCache, Packing, RopeConfig, scaled_dot_product};
 
 /// What is normalised in queries and keys before rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,53 +121,60 @@ pub struct Gqa {
 }
 
 impl Gqa {
-    /// # Shapes
-    ///
-    /// - `x` and result: `[batch, length, d_model]`
-    /// - `hidden`: `[1, 1, length, length]`, true where a query does not see a key
-    pub fn forward(&self, x: Tensor<3>, angles: &Rope, hidden: &Tensor<4, Bool>) -> Tensor<3> {
-        let queries = self.heads(&self.query, &self.q_norm, x.clone(), self.num_heads);
-        let keys = self.heads(&self.key, &self.k_norm, x.clone(), self.num_kv_heads);
-        let values = self.heads(&self.value, &None, x, self.num_kv_heads);
-        let (queries, keys) = (angles.apply(queries), angles.apply(keys));
-        let scale = 1.0 / (queries.dims()[3] as f64).sqrt();
-        let mixed = scaled_dot_product(
-            queries,
-            self.shared(keys),
-            self.shared(values),
-            scale,
-            hidden,
-        );
+    pub(super) fn forward(
+        &self,
+        x: Tensor<2>,
+        packing: &Packing,
+        mut cache: Option<&mut LayerCache>,
+    ) -> Tensor<2> {
+        let [tokens, _] = x.dims();
+        let (heads, kv_heads) = (self.num_heads, self.num_kv_heads);
+        let queries = self.heads(&self.query, &self.q_norm, x.clone(), heads);
+        let keys = self.heads(&self.key, &self.k_norm, x.clone(), kv_heads);
+        let values = self.value.forward(x);
+        let [_, _, _, dims] = keys.dims();
+        let queries = packing.angles.apply(queries);
+        let queries = queries.reshape([tokens, heads * dims]);
+        let keys = packing
+            .angles
+            .apply(keys)
+            .reshape([tokens, kv_heads * dims]);
+        let scale = 1.0 / (dims as f64).sqrt();
+        let mixed = packing.each(|run| {
+            let split = |x: Tensor<3>, heads| {
+                let [sequences, length, _] = x.dims();
+                x.reshape([sequences, length, heads, dims])
+            };
+            let keys = run.behind_past(&keys, cache.as_deref_mut().map(|c| &mut c.keys));
+            let values = run.behind_past(&values, cache.as_deref_mut().map(|c| &mut c.values));
+            scaled_dot_product(
+                split(run.of(&queries), heads),
+                split(keys, kv_heads),
+                split(values, kv_heads),
+                scale,
+                &run.hidden,
+            )
+        });
         self.output.forward(mixed)
     }
 
-    /// `[batch, length, heads, head_dim]`, normalised.
+    /// `[1, tokens, heads, head_dim]`, normalised.
     fn heads(
         &self,
         product: &Linear,
         norm: &Option<RmsNorm>,
-        x: Tensor<3>,
+        x: Tensor<2>,
         heads: usize,
     ) -> Tensor<4> {
-        let [batch, length, _] = x.dims();
         let mut flat = product.forward(x);
         if let (Some(norm), false) = (norm, self.norm_of_heads) {
             flat = norm.forward(flat);
         }
-        let head_dim = flat.dims()[2] / heads;
-        let split = flat.reshape([batch, length, heads, head_dim]);
+        let [tokens, width] = flat.dims();
+        let split = flat.reshape([1, tokens, heads, width / heads]);
         match norm {
             Some(norm) if self.norm_of_heads => norm.forward(split),
             _ => split,
         }
-    }
-
-    /// Repeats each head of keys or values for the heads of queries that share it.
-    fn shared(&self, x: Tensor<4>) -> Tensor<4> {
-        let [batch, length, heads, head_dim] = x.dims();
-        let sharing = self.num_heads / self.num_kv_heads;
-        x.reshape([batch, length, heads, 1, head_dim])
-            .expand([batch, length, heads, sharing, head_dim])
-            .reshape([batch, length, heads * sharing, head_dim])
     }
 }

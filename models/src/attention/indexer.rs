@@ -1,12 +1,12 @@
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::activation::relu;
-use burn::tensor::{Bool, Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use burn_moe::layer::ConfigError;
 use serde::{Deserialize, Serialize};
 
 use super::select::largest;
-use super::{Rope, RopePairs};
+use super::{LayerCache, Packing, RopePairs};
 
 /// Sizes of [`Indexer`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -90,62 +90,72 @@ pub struct Indexer {
 }
 
 impl Indexer {
-    /// True where a query does not see a key: after it, or not chosen.
+    /// Hides from each query the keys that are not chosen, for this layer and those behind it.
     ///
     /// # Shapes
     ///
-    /// - `x`: `[batch, length, d_model]`
-    /// - `latent`: `[batch, length, q_rank]`, the compressed queries
-    /// - `future`: `[1, 1, length, length]`
-    /// - result: `[1 or batch, 1, length, length]`
-    pub fn hidden(
+    /// - `x`: `[tokens, d_model]`
+    /// - `latent`: `[tokens, q_rank]`, the compressed queries
+    pub(super) fn choose(
         &self,
-        x: Tensor<3>,
-        latent: Tensor<3>,
-        angles: &Rope,
-        future: &Tensor<4, Bool>,
-    ) -> Tensor<4, Bool> {
-        let [batch, length, _] = x.dims();
-        if length <= self.top_k {
-            return future.clone();
-        }
-        let device = x.device();
-        let scores: Vec<f32> = self.scores(x, latent, angles).into_data().iter().collect();
-        let mut hidden = vec![true; batch * length * length];
-        for (row, (scores, hidden)) in scores
-            .chunks_exact(length)
-            .zip(hidden.chunks_exact_mut(length))
-            .enumerate()
-        {
-            let visible = row % length + 1;
-            for key in largest(scores, visible, self.top_k) {
-                hidden[key] = false;
-            }
-        }
-        let data = TensorData::new(hidden, [batch, 1, length, length]);
-        Tensor::from_data(data, &device)
-    }
-
-    /// `[batch, length of queries, length of keys]`
-    fn scores(&self, x: Tensor<3>, latent: Tensor<3>, angles: &Rope) -> Tensor<3> {
-        let [batch, length, _] = x.dims();
-        let angles = angles.with_pairs(self.pairs);
-        let queries = self.query.forward(latent);
+        x: Tensor<2>,
+        latent: Tensor<2>,
+        packing: &mut Packing,
+        mut cache: Option<&mut LayerCache>,
+    ) {
+        let [tokens, _] = x.dims();
+        let angles = packing.angles.with_pairs(self.pairs);
         let key = self.k_norm.forward(self.key.forward(x.clone()));
-        let dims = key.dims()[2];
-        let heads = queries.dims()[2] / dims;
-        let queries = angles.apply(queries.reshape([batch, length, heads, dims]));
-        let key = angles.apply(key.reshape([batch, length, 1, dims]));
-        let products = queries
-            .swap_dims(1, 2)
-            .matmul(key.swap_dims(1, 2).swap_dims(2, 3));
-        let products = relu(products / (dims as f64).sqrt());
-        // [batch, heads, length, 1]
-        let weights = (self.weights.forward(x) / (heads as f64).sqrt())
-            .swap_dims(1, 2)
-            .reshape([batch, heads, length, 1]);
-        (products * weights)
-            .sum_dim(1)
-            .reshape([batch, length, length])
+        let [_, dims] = key.dims();
+        let key = angles.apply(key.reshape([1, tokens, 1, dims]));
+        let key = key.reshape([tokens, dims]);
+        let queries = self.query.forward(latent);
+        let width = queries.dims()[1];
+        let queries = angles.apply(queries.reshape([1, tokens, width / dims, dims]));
+        let queries = queries.reshape([tokens, width]);
+        let weights = self.weights.forward(x);
+        for run in &mut packing.runs {
+            let keys = run.behind_past(&key, cache.as_deref_mut().map(|c| &mut c.index_keys));
+            let [sequences, count, _] = keys.dims();
+            if count <= self.top_k {
+                run.hidden = run.future.clone();
+                continue;
+            }
+            let device = keys.device();
+            let scores = scores(run.of(&queries), keys, run.of(&weights));
+            let scores: Vec<f32> = scores.into_data().iter().collect();
+            let mut hidden = vec![true; scores.len()];
+            for (row, (scores, hidden)) in scores
+                .chunks_exact(count)
+                .zip(hidden.chunks_exact_mut(count))
+                .enumerate()
+            {
+                let visible = run.past() + row % run.length + 1;
+                for key in largest(&scores[..visible], run.span(), self.top_k) {
+                    hidden[key] = false;
+                }
+            }
+            let data = TensorData::new(hidden, [sequences, 1, run.length, count]);
+            run.hidden = Tensor::from_data(data, &device);
+        }
     }
+}
+
+/// `[batch, length, keys]` from queries `[batch, length, heads * dims]`, keys `[batch, keys, dims]`
+/// and the heads' weights `[batch, length, heads]`.
+fn scores(queries: Tensor<3>, keys: Tensor<3>, weights: Tensor<3>) -> Tensor<3> {
+    let [batch, length, heads] = weights.dims();
+    let [_, count, dims] = keys.dims();
+    let queries = queries.reshape([batch, length, heads, dims]);
+    let products = queries
+        .swap_dims(1, 2)
+        .matmul(keys.swap_dims(1, 2).unsqueeze_dim(1));
+    let products = relu(products / (dims as f64).sqrt());
+    // [batch, heads, length, 1]
+    let weights = (weights / (heads as f64).sqrt())
+        .swap_dims(1, 2)
+        .reshape([batch, heads, length, 1]);
+    (products * weights)
+        .sum_dim(1)
+        .reshape([batch, length, count])
 }

@@ -1,10 +1,11 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_moe::layer::ConfigError;
 use serde::{Deserialize, Serialize};
 
-use super::{Indexer, IndexerConfig, Rope, RopeConfig, scaled_dot_product};
+use super::packing::Run;
+use super::{Indexer, IndexerConfig, LayerCache, Packing, RopeConfig, scaled_dot_product};
 
 /// Sizes of [`Mla`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -147,56 +148,129 @@ pub struct Mla {
 }
 
 impl Mla {
-    /// # Shapes
-    ///
-    /// - `x` and result: `[batch, length, d_model]`
-    /// - `future`: `[1, 1, length, length]`, true where a key comes after the query
-    /// - `hidden`: `[1 or batch, 1, length, length]`, true where a query does not see a key. A layer
-    ///   with an indexer replaces it, for itself and the layers behind it.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
-        x: Tensor<3>,
-        angles: &Rope,
-        future: &Tensor<4, Bool>,
-        hidden: &mut Tensor<4, Bool>,
-    ) -> Tensor<3> {
-        let [batch, length, _] = x.dims();
-        let heads = self.num_heads;
-
+        x: Tensor<2>,
+        packing: &mut Packing,
+        mut cache: Option<&mut LayerCache>,
+    ) -> Tensor<2> {
+        let [tokens, _] = x.dims();
         let latent = match (&self.q_down, &self.q_norm) {
             (Some(down), Some(norm)) => norm.forward(down.forward(x.clone())),
             _ => x.clone(),
         };
         if let Some(indexer) = &self.indexer {
-            *hidden = indexer.hidden(x.clone(), latent.clone(), angles, future);
+            indexer.choose(x.clone(), latent.clone(), packing, cache.as_deref_mut());
         }
-        let queries =
-            self.q_up
-                .forward(latent)
-                .reshape([batch, length, heads, self.nope + self.rope]);
+        let shape = [1, tokens, self.num_heads, self.nope + self.rope];
+        let queries = self.q_up.forward(latent).reshape(shape);
         let q_nope = queries.clone().slice_dim(3, 0..self.nope);
-        let q_rope = angles.apply(queries.slice_dim(3, self.nope..self.nope + self.rope));
-        let queries = Tensor::cat(vec![q_nope, q_rope], 3);
+        let q_rope = queries.slice_dim(3, self.nope..self.nope + self.rope);
+        let q_rope = packing.angles.apply(q_rope);
 
+        // What a cache keeps: the compressed vector, and the rotated key that the heads share.
         let compressed = self.kv_down.forward(x);
-        let rank = compressed.dims()[2] - self.rope;
-        let k_rope = compressed
-            .clone()
-            .slice_dim(2, rank..rank + self.rope)
-            .reshape([batch, length, 1, self.rope]);
-        let k_rope = angles
-            .apply(k_rope)
-            .expand([batch, length, heads, self.rope]);
-        let keys_values = self
-            .kv_up
-            .forward(self.kv_norm.forward(compressed.slice_dim(2, 0..rank)));
-        let per_head = keys_values.dims()[2] / heads;
-        let keys_values = keys_values.reshape([batch, length, heads, per_head]);
-        let k_nope = keys_values.clone().slice_dim(3, 0..self.nope);
-        let values = keys_values.slice_dim(3, self.nope..per_head);
-        let keys = Tensor::cat(vec![k_nope, k_rope], 3);
-        self.output.forward(scaled_dot_product(
-            queries, keys, values, self.scale, hidden,
-        ))
+        let rank = compressed.dims()[1] - self.rope;
+        let k_rope = compressed.clone().slice_dim(1, rank..rank + self.rope);
+        let k_rope = packing
+            .angles
+            .apply(k_rope.reshape([1, tokens, 1, self.rope]))
+            .reshape([tokens, self.rope]);
+        let latent = self.kv_norm.forward(compressed.slice_dim(1, 0..rank));
+        let kept = Tensor::cat(vec![latent, k_rope], 1);
+
+        let absorbs = cache.is_some() && self.absorbing_is_cheaper(packing, rank);
+        let kept = |run: &Run| run.behind_past(&kept, cache.as_deref_mut().map(|c| &mut c.keys));
+        let mixed = match absorbs {
+            true => self.absorbed(q_nope, q_rope, packing, kept),
+            false => self.expanded(q_nope, q_rope, packing, kept),
+        };
+        self.output.forward(mixed)
+    }
+
+    /// Keys and values of each head, made from the compressed vectors.
+    fn expanded(
+        &self,
+        q_nope: Tensor<4>,
+        q_rope: Tensor<4>,
+        packing: &Packing,
+        mut kept: impl FnMut(&Run) -> Tensor<3>,
+    ) -> Tensor<2> {
+        let heads = self.num_heads;
+        let queries = Tensor::cat(vec![q_nope, q_rope], 3);
+        let [_, tokens, _, dims] = queries.dims();
+        let queries = queries.reshape([tokens, heads * dims]);
+        packing.each(|run| {
+            let kept = kept(run);
+            let [sequences, count, width] = kept.dims();
+            let rank = width - self.rope;
+            let k_rope = kept
+                .clone()
+                .slice_dim(2, rank..width)
+                .reshape([sequences, count, 1, self.rope])
+                .expand([sequences, count, heads, self.rope]);
+            let keys_values = self.kv_up.forward(kept.slice_dim(2, 0..rank));
+            let per_head = keys_values.dims()[2] / heads;
+            let keys_values = keys_values.reshape([sequences, count, heads, per_head]);
+            let k_nope = keys_values.clone().slice_dim(3, 0..self.nope);
+            let values = keys_values.slice_dim(3, self.nope..per_head);
+            let keys = Tensor::cat(vec![k_nope, k_rope], 3);
+            let queries = run
+                .of(&queries)
+                .reshape([sequences, run.length, heads, dims]);
+            scaled_dot_product(queries, keys, values, self.scale, &run.hidden)
+        })
+    }
+
+    /// The same with the products that make keys and values moved to queries and outputs (DeepSeek-V2,
+    /// section 2.1.2): the compressed vectors are keys and values of all heads as they are.
+    fn absorbed(
+        &self,
+        q_nope: Tensor<4>,
+        q_rope: Tensor<4>,
+        packing: &Packing,
+        mut kept: impl FnMut(&Run) -> Tensor<3>,
+    ) -> Tensor<2> {
+        let [_, tokens, heads, nope] = q_nope.dims();
+        let up = self.kv_up.weight.val();
+        let [rank, width] = up.dims();
+        let per_head = width / heads;
+        let up = up.reshape([1, rank, heads, per_head]);
+        // [1, heads, nope, rank] and [1, heads, rank, v]
+        let of_keys = up.clone().slice_dim(3, 0..nope).permute([0, 2, 3, 1]);
+        let of_values = up.slice_dim(3, nope..per_head).swap_dims(1, 2);
+        let queries = q_nope.swap_dims(1, 2).matmul(of_keys).swap_dims(1, 2);
+        let queries = Tensor::cat(vec![queries, q_rope], 3);
+        let dims = rank + self.rope;
+        let queries = queries.reshape([tokens, heads * dims]);
+        let mixed = packing.each(|run| {
+            let keys = kept(run).unsqueeze_dim::<4>(2);
+            let values = keys.clone().slice_dim(3, 0..rank);
+            let [sequences, _, _, _] = keys.dims();
+            let queries = run
+                .of(&queries)
+                .reshape([sequences, run.length, heads, dims]);
+            scaled_dot_product(queries, keys, values, self.scale, &run.hidden)
+        });
+        mixed
+            .reshape([1, tokens, heads, rank])
+            .swap_dims(1, 2)
+            .matmul(of_values)
+            .swap_dims(1, 2)
+            .reshape([tokens, heads * (per_head - nope)])
+    }
+
+    /// Whether [`absorbed`](Self::absorbed) takes fewer multiplications than
+    /// [`expanded`](Self::expanded), which makes keys and values of the whole past again: it does for
+    /// few tokens behind many.
+    fn absorbing_is_cheaper(&self, packing: &Packing, rank: usize) -> bool {
+        let per_head = self.kv_up.weight.lazy_shape()[1] / self.num_heads;
+        let (mut absorbed, mut expanded) = (0u128, 0u128);
+        for run in &packing.runs {
+            let (new, all) = (run.length as u128, (run.past() + run.length) as u128);
+            absorbed += new * all * 2 * rank as u128 + new * (rank * per_head) as u128;
+            expanded += new * all * per_head as u128 + all * (rank * per_head) as u128;
+        }
+        absorbed < expanded
     }
 }

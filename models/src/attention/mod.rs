@@ -1,8 +1,10 @@
 //! Kinds of attention.
 
+mod cache;
 mod gqa;
 mod indexer;
 mod mla;
+mod packing;
 mod rope;
 mod select;
 
@@ -12,9 +14,11 @@ use burn::tensor::{Bool, Device, Tensor};
 use burn_moe::layer::ConfigError;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use cache::{LayerCache, SequenceCache};
 pub use gqa::{Gqa, GqaConfig, QkNorm};
 pub use indexer::{Indexer, IndexerConfig};
 pub use mla::{Mla, MlaConfig};
+pub use packing::Packing;
 pub use rope::{Rope, RopeConfig, RopePairs, YarnConfig};
 
 /// The attention of a model's layers.
@@ -54,13 +58,13 @@ impl AttentionConfig {
         }
     }
 
-    /// Angles for sequences of `length` tokens, the same for all layers.
-    pub fn angles(&self, length: usize, device: &Device) -> Rope {
+    /// Angles of tokens at these positions, the same for all layers.
+    pub fn angles(&self, positions: &[usize], device: &Device) -> Rope {
         let (dims, rope) = match self {
             Self::Mla(config) => (config.qk_rope_head_dim, &config.rope),
             Self::Gqa(config) => (config.rotary_dim, &config.rope),
         };
-        Rope::new(length, dims, rope, device)
+        Rope::new(positions, dims, rope, device)
     }
 
     /// Numbers that one token leaves in a layer's cache of keys and values: of MLA the compressed
@@ -92,26 +96,35 @@ pub enum Attention {
 impl Attention {
     /// # Shapes
     ///
-    /// - `x` and result: `[batch, length, d_model]`
-    /// - `future`: `[1, 1, length, length]`, true where a key comes after the query
-    /// - `hidden`: `[1 or batch, 1, length, length]`, true where a query does not see a key: at
-    ///   first `future`, then what the layers before have made of it
-    pub fn forward(
+    /// - `x` and result: `[tokens, d_model]`, the sequences as `packing` has them. Layers in front
+    ///   may have narrowed in it what the tokens see.
+    pub fn forward(&self, x: Tensor<2>, packing: &mut Packing) -> Tensor<2> {
+        self.forward_behind(x, packing, None)
+    }
+
+    /// [`forward`](Self::forward) of tokens behind those in the cache, if there is one.
+    pub(crate) fn forward_behind(
         &self,
-        x: Tensor<3>,
-        angles: &Rope,
-        future: &Tensor<4, Bool>,
-        hidden: &mut Tensor<4, Bool>,
-    ) -> Tensor<3> {
+        x: Tensor<2>,
+        packing: &mut Packing,
+        cache: Option<&mut LayerCache>,
+    ) -> Tensor<2> {
         match self {
-            Self::Mla(mla) => mla.forward(x, angles, future, hidden),
-            Self::Gqa(gqa) => gqa.forward(x, angles, hidden),
+            Self::Mla(mla) => mla.forward(x, packing, cache),
+            Self::Gqa(gqa) => gqa.forward(x, packing, cache),
         }
     }
 }
 
-/// Softmax attention of each head. Queries, keys and values are `[batch, length, heads, dims]`, of
-/// values others than of queries and keys; the result is `[batch, length, heads * dims of values]`.
+/// Softmax attention where several heads of queries share one of keys and values, in order.
+///
+/// # Shapes
+///
+/// - `queries`: `[batch, length, heads, dims]`
+/// - `keys`: `[batch, keys, shared heads, dims]`
+/// - `values`: `[batch, keys, shared heads, dims of values]`
+/// - `hidden`: `[1 or batch, 1, length, keys]`, true where a query does not see a key
+/// - result: `[batch, length, heads * dims of values]`
 fn scaled_dot_product(
     queries: Tensor<4>,
     keys: Tensor<4>,
@@ -119,14 +132,19 @@ fn scaled_dot_product(
     scale: f64,
     hidden: &Tensor<4, Bool>,
 ) -> Tensor<3> {
-    let [batch, length, heads, dims] = values.dims();
+    let [batch, length, heads, dims] = queries.dims();
+    let [_, count, shared, width] = values.dims();
+    let rows = heads / shared * length;
     let scores = queries
         .swap_dims(1, 2)
+        .reshape([batch, shared, rows, dims])
         .matmul(keys.swap_dims(1, 2).swap_dims(2, 3))
+        .reshape([batch, heads, length, count])
         * scale;
-    let attention = softmax(scores.mask_fill(hidden.clone(), f32::NEG_INFINITY), 3);
-    attention
+    softmax(scores.mask_fill(hidden.clone(), f32::NEG_INFINITY), 3)
+        .reshape([batch, shared, rows, count])
         .matmul(values.swap_dims(1, 2))
+        .reshape([batch, heads, length, width])
         .swap_dims(1, 2)
-        .reshape([batch, length, heads * dims])
+        .reshape([batch, length, heads * width])
 }

@@ -1,3 +1,5 @@
+use std::collections::HashMap;
+
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_moe::layer::ConfigError;
 use serde::{Deserialize, Serialize};
@@ -175,28 +177,34 @@ fn mscale(factor: f64, weight: f64) -> f64 {
     0.1 * weight * factor.ln() + 1.0
 }
 
-/// Angles of [`RopeConfig`] for positions from 0 on.
+/// Angles of [`RopeConfig`] for tokens at some positions.
 #[derive(Debug, Clone)]
 pub struct Rope {
-    /// `[length, 1, dims / 2, 1]`
+    /// `[tokens, 1, dims / 2, 1]`
     cos: Tensor<4>,
     sin: Tensor<4>,
     pairs: RopePairs,
 }
 
 impl Rope {
-    /// Angles for `length` positions and `dims` dimensions.
-    pub fn new(length: usize, dims: usize, config: &RopeConfig, device: &Device) -> Self {
+    /// Angles for tokens at these positions, counted from 0, and `dims` dimensions.
+    pub fn new(positions: &[usize], dims: usize, config: &RopeConfig, device: &Device) -> Self {
         let (frequencies, factor) = config.frequencies(dims);
-        let count = frequencies.len();
+        let shape = [positions.len(), 1, frequencies.len(), 1];
         let table = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = (0..length)
-                .flat_map(|position| {
-                    let angles = frequencies.iter().map(move |f| position as f32 * f);
-                    angles.map(move |angle| f(f64::from(angle)) as f32 * factor as f32)
-                })
-                .collect();
-            Tensor::from_data(TensorData::new(values, [length, 1, count, 1]), device)
+            // A batch has the same positions many times.
+            let mut known: HashMap<usize, Vec<f32>> = HashMap::new();
+            let mut values: Vec<f32> = Vec::with_capacity(shape.iter().product());
+            for &position in positions {
+                let row = known.entry(position).or_insert_with(|| {
+                    let angles = frequencies.iter().map(|f| position as f32 * f);
+                    angles
+                        .map(|angle| f(f64::from(angle)) as f32 * factor as f32)
+                        .collect()
+                });
+                values.extend_from_slice(row);
+            }
+            Tensor::from_data(TensorData::new(values, shape), device)
         };
         Self {
             cos: table(f64::cos),
@@ -266,14 +274,18 @@ mod tests {
             .collect();
         for pairs in [RopePairs::Interleaved, RopePairs::HalfSplit] {
             let data = TensorData::new(values.clone(), [1, length, heads, dims]);
-            let got: Vec<f32> =
-                Rope::new(length, rotated, &RopeConfig::plain(100.0, pairs), &device)
-                    .apply(Tensor::from_data(data, &device))
-                    .into_data()
-                    .iter()
-                    .collect();
+            let got: Vec<f32> = Rope::new(
+                &[0, 1, 2, 7, 1],
+                rotated,
+                &RopeConfig::plain(100.0, pairs),
+                &device,
+            )
+            .apply(Tensor::from_data(data, &device))
+            .into_data()
+            .iter()
+            .collect();
             for (row, (got, x)) in got.chunks(dims).zip(values.chunks(dims)).enumerate() {
-                let position = (row / heads) as f64;
+                let position = [0.0, 1.0, 2.0, 7.0, 1.0][row / heads];
                 for pair in 0..rotated / 2 {
                     let (i, j) = match pairs {
                         RopePairs::Interleaved => (2 * pair, 2 * pair + 1),

@@ -4,26 +4,16 @@
 //! those that C++'s `nth_element` (or `partial_sort`, when few of many are wanted) leaves in front;
 //! the same steps here give the same keys, so that a model computes what it was compared with.
 
-/// Positions of the `k` largest of `scores[..visible]`, in no order; all of them when there are no
-/// more than `k`. What lies behind counts as lower than everything before it.
-pub(super) fn largest(scores: &[f32], visible: usize, k: usize) -> Vec<usize> {
-    if visible <= k {
-        return (0..visible).collect();
+/// Positions of the `k` largest of `scores`, in no order; all of them when there are no more than `k`.
+/// Behind the scores the row has as many more as make `length`, lower than all: keys that come later.
+/// They decide nothing but ties.
+pub(super) fn largest(scores: &[f32], length: usize, k: usize) -> Vec<usize> {
+    if scores.len() <= k {
+        return (0..scores.len()).collect();
     }
-    let mut row: Vec<(f32, usize)> = scores
-        .iter()
-        .enumerate()
-        .map(|(i, score)| {
-            (
-                if i < visible {
-                    *score
-                } else {
-                    f32::NEG_INFINITY
-                },
-                i,
-            )
-        })
-        .collect();
+    let later = (scores.len()..length).map(|_| f32::NEG_INFINITY);
+    let row = scores.iter().copied().chain(later);
+    let mut row: Vec<Item> = row.enumerate().map(|(i, score)| (score, i)).collect();
     if k * 64 <= row.len() {
         heap_select(&mut row, k);
     } else {
@@ -166,7 +156,7 @@ mod tests {
             let scores: Vec<f32> = (0..length)
                 .map(|i| (next() % 100_000) as f32 + i as f32 / 512.0)
                 .collect();
-            let mut got = largest(&scores, visible, k);
+            let mut got = largest(&scores[..visible], length, k);
             got.sort_unstable();
             let mut order: Vec<usize> = (0..visible).collect();
             order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
