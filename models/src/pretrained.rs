@@ -43,6 +43,28 @@ pub fn read_config(folder: &Folder) -> Result<ModelConfig, PretrainedError> {
     })
 }
 
+/// How [`load_with`] loads.
+#[derive(Clone, Copy, Default)]
+pub struct LoadOptions<'a> {
+    /// Called as loading goes on, from any thread: bytes that this rank has read of its tensors, and
+    /// all that it is going to read. The last call has both equal.
+    pub progress: Option<&'a (dyn Fn(u64, u64) + Sync)>,
+}
+
+/// [`load_with`] the default options.
+///
+/// # Errors
+///
+/// As [`load_with`].
+pub fn load(
+    config: &ModelConfig,
+    ep: &Arc<ExpertParallel>,
+    folder: &Folder,
+    device: &Device,
+) -> Result<Decoder, PretrainedError> {
+    load_with(config, ep, folder, device, &LoadOptions::default())
+}
+
 /// This rank's part of the model in `folder`: of the experts only its own are read. Layers for
 /// multi-token prediction are left aside.
 ///
@@ -50,18 +72,24 @@ pub fn read_config(folder: &Folder) -> Result<ModelConfig, PretrainedError> {
 ///
 /// When a tensor is missing, has no place in the model or has another shape, a router's values are
 /// not finite, or the ranks do not divide the experts.
-pub fn load(
+pub fn load_with(
     config: &ModelConfig,
     ep: &Arc<ExpertParallel>,
     folder: &Folder,
     device: &Device,
+    options: &LoadOptions<'_>,
 ) -> Result<Decoder, PretrainedError> {
     let decoder = config.init_lazy(ep, 0, device)?;
+    let own = ep
+        .local_experts(config.num_experts)
+        .map_err(ModelError::from)?;
     let mut names = Names {
         path: ModulePath::default(),
         config,
         folder,
+        own: own.clone(),
         names: Vec::new(),
+        bytes: 0,
         error: None,
     };
     decoder.visit(&mut names);
@@ -73,15 +101,15 @@ pub fn load(
         let of_rope = ignorable(name, usize::MAX);
         of_rope || (ignorable(name, layers) && !ignorable(name, layers + ahead))
     })?;
-    let own = ep
-        .local_experts(config.num_experts)
-        .map_err(ModelError::from)?;
     let mut fill = Fill {
         path: ModulePath::default(),
         config,
         folder,
         own,
         down: None,
+        progress: options.progress,
+        read: 0,
+        total: names.bytes,
         error: None,
     };
     let decoder = decoder.map(&mut fill);
@@ -162,6 +190,25 @@ impl Stored {
         })
     }
 
+    /// Bytes that are read for it by a rank whose experts are `own`.
+    fn bytes(
+        &self,
+        config: &ModelConfig,
+        folder: &Folder,
+        own: Range<usize>,
+    ) -> Result<u64, HfError> {
+        Ok(match self {
+            Self::Plain(name)
+            | Self::Transposed(name)
+            | Self::Gate(name)
+            | Self::GateBias(name) => folder.bytes_of(name),
+            Self::GateUp(names) => names.iter().map(|name| folder.bytes_of(name)).sum(),
+            Self::ExpertsGateUp(layer) => find_experts(folder, layer, config)?.bytes_of(own),
+            // Read along with gate and up.
+            Self::ExpertsDown => 0,
+        })
+    }
+
     /// The names of the tensors.
     fn names(self, config: &ModelConfig, folder: &Folder) -> Result<Vec<String>, HfError> {
         Ok(match self {
@@ -232,7 +279,10 @@ struct Names<'a> {
     path: ModulePath,
     config: &'a ModelConfig,
     folder: &'a Folder,
+    own: Range<usize>,
     names: Vec<String>,
+    /// Bytes of those that this rank reads.
+    bytes: u64,
     error: Option<HfError>,
 }
 
@@ -246,9 +296,15 @@ impl ModuleVisitor for Names<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
-        let stored = stored(&self.path, self.folder);
-        match stored.and_then(|stored| stored.names(self.config, self.folder)) {
-            Ok(names) => self.names.extend(names),
+        let stored = stored(&self.path, self.folder).and_then(|stored| {
+            let bytes = stored.bytes(self.config, self.folder, self.own.clone())?;
+            Ok((stored.names(self.config, self.folder)?, bytes))
+        });
+        match stored {
+            Ok((names, bytes)) => {
+                self.names.extend(names);
+                self.bytes += bytes;
+            }
             Err(error) => {
                 self.error.get_or_insert(error);
             }
@@ -272,6 +328,9 @@ struct Fill<'a> {
     own: Range<usize>,
     /// Down of the experts whose gate and up have been read.
     down: Option<Vec<f32>>,
+    progress: Option<&'a (dyn Fn(u64, u64) + Sync)>,
+    read: u64,
+    total: u64,
     error: Option<HfError>,
 }
 
@@ -283,7 +342,9 @@ impl Fill<'_> {
             [inputs, outputs] => (*inputs, *outputs),
             _ => (0, 0),
         };
-        match stored(&self.path, self.folder)? {
+        let stored = stored(&self.path, self.folder)?;
+        let bytes = stored.bytes(self.config, self.folder, self.own.clone())?;
+        let values = match stored {
             Stored::Plain(name) => self.folder.read_f32(&name, shape),
             Stored::Transposed(name) => self.folder.read_transposed(&name, [outputs, inputs]),
             Stored::GateUp([gate, up]) => {
@@ -306,7 +367,12 @@ impl Fill<'_> {
                 file: self.folder.path().into(),
                 tensor: self.path.name(),
             }),
+        }?;
+        self.read += bytes;
+        if let Some(progress) = self.progress {
+            progress(self.read, self.total);
         }
+        Ok(values)
     }
 }
 

@@ -122,6 +122,16 @@ impl<'a> Experts<'a> {
         }
     }
 
+    /// Bytes on disk of some experts, with their FP8 scales.
+    pub fn bytes_of(&self, experts: Range<usize>) -> u64 {
+        if let Some(names) = self.names.fused() {
+            let all: u64 = names.iter().map(|name| self.folder.bytes_of(name)).sum();
+            return all / self.num_experts.max(1) as u64 * experts.len() as u64;
+        }
+        let names = experts.flat_map(|expert| self.names.of(expert));
+        names.map(|name| self.folder.bytes_of(&name)).sum()
+    }
+
     /// Reads one expert.
     ///
     /// # Errors
