@@ -1,7 +1,7 @@
 //! Decoder language models with mixture-of-experts layers, put together from parts.
 //!
 //! [`ModelConfig`] describes a model, [`Decoder`] is one, [`checkpoint`] saves and loads it,
-//! [`pretrained`] loads one from a folder of Hugging Face's. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
+//! [`pretrained`] loads one from a folder of Hugging Face's and saves it there. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
 
 pub mod attention;
 pub mod checkpoint;
@@ -10,6 +10,7 @@ mod counts;
 mod decoder;
 pub mod hf;
 mod module_path;
+mod parameters;
 pub mod pretrained;
 
 pub use config::{ModelConfig, ModelError};

@@ -60,8 +60,7 @@ pub(super) fn save(
                 f32s(&rank.logits[rows(vocab)]),
             ));
             let k = model.top_k;
-            for (layer, (ids, weights)) in rank.routings.iter().enumerate() {
-                let layer = model.num_dense_layers + layer;
+            for (layer, (ids, weights)) in model.moe_layers().zip(&rank.routings) {
                 tensors.push((
                     format!("router.{layer}.indices.{prompt}"),
                     Dtype::I64,
