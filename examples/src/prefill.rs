@@ -185,7 +185,7 @@ fn summarise(
     tokens: &Tokens,
     mut ranks: Vec<&mut RunOutcome>,
 ) -> PrefillRun {
-    let layers = model.num_layers - model.num_dense_layers;
+    let layers = model.moe_layers().count();
     let mut steps = |of: fn(&mut RunOutcome) -> &mut Vec<LayerStats>| -> Vec<StepStats> {
         let stats: Vec<Vec<LayerStats>> = ranks.iter_mut().map(|r| std::mem::take(of(r))).collect();
         let passes = stats.first().map_or(0, |rank| rank.len() / layers.max(1));

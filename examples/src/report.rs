@@ -297,7 +297,7 @@ pub fn save_routing(
     model: &ModelConfig,
     records: &[&[RoutingRecord]],
 ) -> Result<(), CliError> {
-    let layers = model.num_layers - model.num_dense_layers;
+    let layers = model.moe_layers().count();
     let passes = records.iter().map(|rank| rank.len()).max().unwrap_or(0);
     let narrow = model.num_experts <= 256;
     let mut bytes = Vec::new();

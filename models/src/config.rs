@@ -24,6 +24,9 @@ pub struct ModelConfig {
     pub num_layers: usize,
     /// Layers from the first on that have a dense feed-forward.
     pub num_dense_layers: usize,
+    /// Layers behind those that have one too, in ascending order.
+    #[serde(default)]
+    pub other_dense_layers: Vec<usize>,
     /// Layers behind the last that predict more tokens ahead. Checkpoints have them, the decoder
     /// leaves them out; they only count in [`counts`](Self::counts).
     #[serde(default)]
@@ -56,6 +59,9 @@ pub struct ModelConfig {
     pub selection_bias: bool,
     /// Added to the mean square in norms.
     pub rms_norm_eps: f64,
+    /// Whether the embedding also is the last product, to the logits.
+    #[serde(default)]
+    pub tied_embeddings: bool,
 }
 
 /// What can be wrong with a model's description.
@@ -143,6 +149,18 @@ impl ModelConfig {
             self.num_dense_layers,
             format!("at most num_layers ({})", self.num_layers),
         )?;
+        let others = &self.other_dense_layers;
+        ConfigError::check(
+            others.is_sorted_by(|a, b| a < b)
+                && others.first().is_none_or(|a| *a >= self.num_dense_layers)
+                && others.last().is_none_or(|b| *b < self.num_layers),
+            "other_dense_layers",
+            format!("{others:?}"),
+            format!(
+                "ascending numbers from num_dense_layers ({}) on, below num_layers ({})",
+                self.num_dense_layers, self.num_layers
+            ),
+        )?;
         ConfigError::check(
             self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0,
             "rms_norm_eps",
@@ -151,6 +169,16 @@ impl ModelConfig {
         )?;
         self.attention.validate()?;
         self.moe(0).validate()
+    }
+
+    /// Whether the layer has one feed-forward for all tokens, instead of experts.
+    pub fn is_dense(&self, layer: usize) -> bool {
+        layer < self.num_dense_layers || self.other_dense_layers.contains(&layer)
+    }
+
+    /// The layers that have experts, in order.
+    pub fn moe_layers(&self) -> impl Iterator<Item = usize> {
+        (0..self.num_layers).filter(|layer| !self.is_dense(*layer))
     }
 
     /// The mixture-of-experts layers, with the weights' seed of layer `layer`.

@@ -1,9 +1,10 @@
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{Device, Tensor};
+use std::convert::Infallible;
+
+use burn::tensor::Device;
 use burn_moe::layer::ConfigError;
 use burn_moe::parallel::{ExpertParallel, ParallelOptions};
 
-use crate::module_path::ModulePath;
+use crate::parameters::{self, Parameter};
 use crate::{Decoder, ModelConfig, ModelError};
 
 /// Parameters of a model, selection biases of routers included, from the definitions of its modules.
@@ -15,7 +16,7 @@ pub struct ParameterCounts {
     pub active: u64,
     /// Of the table of token vectors.
     pub embedding: u64,
-    /// Of the last product, to the logits.
+    /// Of the last product, to the logits; 0 when the embedding also is that.
     pub head: u64,
     /// Of one routed expert.
     pub expert: u64,
@@ -60,7 +61,7 @@ impl ModelConfig {
         let solo = ExpertParallel::solo(ParallelOptions::default())?;
         let model = count(&self.init_lazy(&solo, 0, device)?);
         let layers = self.num_layers;
-        let moe_layers = (layers - self.num_dense_layers) as u64;
+        let moe_layers = self.moe_layers().count() as u64;
         let num_experts = self.num_experts as u64;
         let routed = model.routed;
         let expert = routed / (moe_layers * num_experts).max(1);
@@ -97,7 +98,6 @@ impl ModelConfig {
 
 #[derive(Default)]
 struct Count {
-    path: ModulePath,
     total: u64,
     embedding: u64,
     head: u64,
@@ -105,34 +105,26 @@ struct Count {
     attention: u64,
     first_indexer: u64,
     last_layer: u64,
-    layer: usize,
 }
 
 fn count(decoder: &Decoder) -> Count {
-    let mut count = Count {
-        layer: decoder.layers.len().saturating_sub(1),
-        ..Default::default()
-    };
-    decoder.visit(&mut count);
+    let mut count = Count::default();
+    let last = decoder.layers.len().saturating_sub(1).to_string();
+    let Ok(()) = parameters::visit(decoder, |parameter| {
+        count.add(&parameter, &last);
+        Ok::<(), Infallible>(())
+    });
     count
 }
 
-impl ModuleVisitor for Count {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        self.path.enter(name, container);
-    }
-
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.path.exit(container);
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let count: u64 = param.lazy_shape().iter().map(|side| *side as u64).product();
+impl Count {
+    fn add(&mut self, parameter: &Parameter<'_>, last: &str) {
+        let count: u64 = parameter.shape.iter().map(|side| *side as u64).product();
         self.total += count;
-        if self.path.inside_experts() {
+        if parameter.path.inside_experts() {
             self.routed += count;
         }
-        match self.path.parts()[..] {
+        match parameter.path.parts()[..] {
             ["embedding", ..] => self.embedding += count,
             ["head", ..] => self.head += count,
             ["layers", "0", "attention", "indexer", ..] => self.first_indexer += count,
@@ -140,8 +132,8 @@ impl ModuleVisitor for Count {
             ["layers", _, "attention", ..] => self.attention += count,
             _ => {}
         }
-        if let ["layers", layer, ..] = self.path.parts()[..]
-            && layer.parse() == Ok(self.layer)
+        if let ["layers", layer, ..] = parameter.path.parts()[..]
+            && layer == last
         {
             self.last_layer += count;
         }

@@ -40,8 +40,8 @@ pub struct Decoder {
     pub layers: Vec<Block>,
     /// Norm before the head.
     pub norm: RmsNorm,
-    /// Vector to logits.
-    pub head: Linear,
+    /// Vector to logits; without one, the embedding's table.
+    pub head: Option<Linear>,
     #[module(skip)]
     attention: AttentionConfig,
     #[module(skip)]
@@ -134,7 +134,7 @@ impl ModelConfig {
         for layer in 0..self.num_layers {
             // Seeds of layers of neighbouring seeds must not meet.
             let seed = seed.wrapping_mul(1 << 16).wrapping_add(layer as u64);
-            let feed_forward = if layer < self.num_dense_layers {
+            let feed_forward = if self.is_dense(layer) {
                 FeedForwardKind::Dense(
                     FeedForwardConfig::new(self.d_model, self.d_hidden_dense)
                         .with_seed(seed)
@@ -156,9 +156,11 @@ impl ModelConfig {
             embedding: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
             layers,
             norm: norm(),
-            head: LinearConfig::new(self.d_model, self.vocab_size)
-                .with_bias(false)
-                .init(device),
+            head: (!self.tied_embeddings).then(|| {
+                LinearConfig::new(self.d_model, self.vocab_size)
+                    .with_bias(false)
+                    .init(device)
+            }),
             attention: self.attention.clone(),
             max_sequence_length: self.max_sequence_length,
         })
@@ -287,8 +289,17 @@ impl Decoder {
             x = x.select(0, last_rows(&batch.lengths, &device));
         }
         DecoderOutput {
-            logits: self.head.forward(self.norm.forward(x)),
+            logits: self.logits(x),
             routings,
+        }
+    }
+
+    /// `[tokens, d_model]` behind the last layer to `[tokens, vocab_size]`.
+    fn logits(&self, x: Tensor<2>) -> Tensor<2> {
+        let x = self.norm.forward(x);
+        match &self.head {
+            Some(head) => head.forward(x),
+            None => x.matmul(self.embedding.weight.val().transpose()),
         }
     }
 

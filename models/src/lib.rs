@@ -1,7 +1,7 @@
 //! Decoder language models with mixture-of-experts layers, put together from parts.
 //!
 //! [`ModelConfig`] describes a model, [`Decoder`] is one, [`checkpoint`] saves and loads it,
-//! [`pretrained`] loads one from a folder of Hugging Face's. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
+//! [`pretrained`] loads one from a folder of Hugging Face's and saves it there. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
 
 pub mod attention;
 mod cache;
@@ -12,6 +12,7 @@ mod decoder;
 mod generate;
 pub mod hf;
 mod module_path;
+mod parameters;
 pub mod pretrained;
 
 pub use cache::{CacheError, KvCache};

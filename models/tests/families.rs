@@ -156,6 +156,32 @@ fn attention_follows_the_family() {
     }
 }
 
+/// As `Qwen3MoeDecoderLayer` decides: dense where listed, and where `(layer + 1) % step` is not 0.
+#[test]
+fn dense_layers_may_lie_anywhere() {
+    let layers = |changes| {
+        let changes = with(json!({"num_hidden_layers": 6}), changes);
+        let config = read(&with(fixture("qwen3_moe"), changes));
+        config.moe_layers().collect::<Vec<_>>()
+    };
+    assert_eq!(layers(json!({})), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(layers(json!({"decoder_sparse_step": 2})), [1, 3, 5]);
+    assert_eq!(layers(json!({"mlp_only_layers": [0, 1]})), [2, 3, 4, 5]);
+    let both = json!({"decoder_sparse_step": 2, "mlp_only_layers": [3, 9]});
+    assert_eq!(layers(both), [1, 5]);
+}
+
+/// A tied table counts once.
+#[test]
+fn tied_embeddings_have_no_head() {
+    let own = counts(&read(&fixture("mixtral")));
+    let tied = with(fixture("mixtral"), json!({"tie_word_embeddings": true}));
+    let tied = counts(&read(&tied));
+    assert!(own.head > 0);
+    assert_eq!((tied.head, tied.total), (0, own.total - own.head));
+    assert_eq!(tied.active, own.active - own.head);
+}
+
 #[test]
 fn impossible_values_are_refused_by_field_and_value() {
     for (family, changes, expected) in [
@@ -226,13 +252,18 @@ fn impossible_values_are_refused_by_field_and_value() {
         ),
         (
             "mixtral",
-            json!({"tie_word_embeddings": true}),
-            vec!["tie_word_embeddings", "true"],
+            json!({"tie_word_embeddings": 1}),
+            vec!["tie_word_embeddings", "1"],
         ),
         (
             "qwen3_moe",
-            json!({"decoder_sparse_step": 2}),
-            vec!["decoder_sparse_step", "2"],
+            json!({"decoder_sparse_step": 0}),
+            vec!["decoder_sparse_step is 0", "1 or more"],
+        ),
+        (
+            "qwen3_moe",
+            json!({"mlp_only_layers": [-1]}),
+            vec!["mlp_only_layers", "-1"],
         ),
         (
             "minimax_m2",

@@ -211,7 +211,7 @@ fn gradients_are_those_of_autograd() {
             ),
             (
                 "lm_head.weight".into(),
-                decoder.head.weight.val().grad(&grads),
+                decoder.head.as_ref().unwrap().weight.val().grad(&grads),
                 true,
             ),
             (

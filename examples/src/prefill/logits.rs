@@ -66,8 +66,7 @@ pub(super) fn save(
         let shape = vec![prompt.length, model.vocab_size];
         let logits = f32s(&prompt.logits);
         tensors.push((format!("logits.{i}"), Dtype::F32, shape, logits));
-        for (layer, (ids, weights)) in prompt.routings.iter().enumerate() {
-            let layer = model.num_dense_layers + layer;
+        for (layer, (ids, weights)) in model.moe_layers().zip(&prompt.routings) {
             let shape = vec![prompt.length, model.top_k];
             let ids = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
             let name = format!("router.{layer}.indices.{i}");

@@ -73,12 +73,12 @@ impl Job<'_> {
         )?;
         let shown = comm.rank() == 0;
         let bar = bar(shown, &format!("{name}: weights"), 0);
-        let mut load = |read, all| {
-            bar.set_length(all as u64);
-            bar.set_position(read as u64);
+        let load = |read: u64, all: u64| {
+            bar.set_length(all);
+            bar.set_position(read);
         };
         let device = args.ranks.device();
-        let decoder = self.source.load(model, &ep, &device, &mut load)?;
+        let decoder = self.source.load(model, &ep, &device, &load)?;
         bar.finish_and_clear();
 
         let own = self.own(comm.as_ref());

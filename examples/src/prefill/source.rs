@@ -7,6 +7,7 @@ use burn::tensor::Device;
 use burn_moe::layer::ConfigError;
 use burn_moe::parallel::ExpertParallel;
 use burn_moe_models::hf::Folder;
+use burn_moe_models::pretrained::LoadOptions;
 use burn_moe_models::{Decoder, ModelConfig, checkpoint, pretrained};
 use serde_json::Value;
 
@@ -44,21 +45,25 @@ impl Source {
         })
     }
 
-    /// A rank's part of the model. `progress` is told how many values have been read, of how many.
+    /// A rank's part of the model. `progress` is told how much has been read, of how much.
     pub fn load(
         &self,
         config: &ModelConfig,
         ep: &Arc<ExpertParallel>,
         device: &Device,
-        progress: &mut dyn FnMut(usize, usize),
+        progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Decoder, CliError> {
         Ok(match self {
             Self::Checkpoint(folder) => {
                 let drawn = config.init(ep, 0, device)?;
-                checkpoint::load_with_progress(drawn, config, ep, folder, progress)?
+                let mut told = |read, all| progress(read as u64, all as u64);
+                checkpoint::load_with_progress(drawn, config, ep, folder, &mut told)?
             }
             Self::Folder(folder) => {
-                pretrained::load_with_progress(config, ep, folder, device, progress)?
+                let options = LoadOptions {
+                    progress: Some(progress),
+                };
+                pretrained::load_with(config, ep, folder, device, &options)?
             }
         })
     }

@@ -52,13 +52,13 @@ fn common(
     rms_norm_eps: f64,
 ) -> Result<ModelConfig, ConfigError> {
     fields.only("hidden_act", json!("silu"))?;
-    fields.only("tie_word_embeddings", json!(false))?;
     fields.only("mlp_bias", json!(false))?;
     let config = ModelConfig {
         vocab_size: fields.count("vocab_size")?,
         d_model: fields.count("hidden_size")?,
         num_layers: fields.count("num_hidden_layers")?,
         num_dense_layers: 0,
+        other_dense_layers: Vec::new(),
         num_mtp_layers: 0,
         attention,
         max_sequence_length: fields.count("max_position_embeddings")?,
@@ -74,6 +74,7 @@ fn common(
         routed_scaling_factor: 1.0,
         selection_bias: false,
         rms_norm_eps: fields.number_or("rms_norm_eps", rms_norm_eps)?,
+        tied_embeddings: fields.flag_or("tie_word_embeddings", false)?,
     };
     ConfigError::check(
         config.num_layers <= 4096,
@@ -295,7 +296,6 @@ fn minimax_m2(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
 fn qwen3_moe(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
     fields.only("scoring_func", json!("softmax"))?;
     fields.only("use_sliding_window", json!(false))?;
-    fields.only("decoder_sparse_step", json!(1))?;
     fields.only("partial_rotary_factor", json!(1.0))?;
     let gqa = gqa(fields, 10_000.0)?;
     let bias = fields.flag_or("attention_bias", false)?;
@@ -311,15 +311,31 @@ fn qwen3_moe(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
     };
     let width = fields.count("moe_intermediate_size")?;
     let config = common(fields, attention, experts, width, 1e-6)?;
-    // Dense layers elsewhere than in front are not built.
-    let dense = fields.get("mlp_only_layers").and_then(Value::as_array);
-    let dense = dense.map_or(0, Vec::len);
-    fields.only("mlp_only_layers", json!((0..dense).collect::<Vec<_>>()))?;
+    let dense = qwen3_dense_layers(fields, config.num_layers)?;
+    let in_front = (0..).zip(&dense).take_while(|(i, l)| i == *l).count();
     Ok(ModelConfig {
-        num_dense_layers: dense,
+        num_dense_layers: in_front,
+        other_dense_layers: dense[in_front..].to_vec(),
         norm_topk_prob: fields.flag_or("norm_topk_prob", false)?,
         ..config
     })
+}
+
+/// Layers without experts: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
+fn qwen3_dense_layers(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<usize>, ConfigError> {
+    const LISTED: &str = "mlp_only_layers";
+    let listed: Vec<u64> = match fields.get(LISTED) {
+        None => Vec::new(),
+        Some(value) => value
+            .as_array()
+            .and_then(|layers| layers.iter().map(Value::as_u64).collect())
+            .ok_or_else(|| refuse(LISTED, value, "a list of layers"))?,
+    };
+    let step = fields.count_or("decoder_sparse_step", 1)?;
+    ConfigError::check(step > 0, "decoder_sparse_step", step, "1 or more")?;
+    let dense =
+        |layer: &usize| listed.contains(&(*layer as u64)) || !(layer + 1).is_multiple_of(step);
+    Ok((0..num_layers).filter(dense).collect())
 }
 
 fn mixtral(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {

@@ -88,6 +88,7 @@ fn tiny() -> ModelConfig {
         d_model: 128,
         num_layers: 4,
         num_dense_layers: 1,
+        other_dense_layers: Vec::new(),
         num_mtp_layers: 0,
         attention: AttentionConfig::Mla(MlaConfig {
             num_heads: 4,
@@ -114,6 +115,7 @@ fn tiny() -> ModelConfig {
         routed_scaling_factor: 2.5,
         selection_bias: true,
         rms_norm_eps: 1e-6,
+        tied_embeddings: false,
     }
 }
 

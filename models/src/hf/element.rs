@@ -5,6 +5,8 @@ use safetensors::Dtype;
 
 /// A kind of element that tensors can be read as and written from: `f32`, `bf16` or `f16`.
 pub trait Element: Copy + Send + Sync + bytemuck::Pod + sealed::Sealed {
+    /// Its name on disk.
+    const DTYPE: Dtype;
     /// The nearest value of this kind; ties to even.
     fn from_f32(value: f32) -> Self;
     /// The same value.
@@ -19,6 +21,7 @@ mod sealed {
 }
 
 impl Element for f32 {
+    const DTYPE: Dtype = Dtype::F32;
     fn from_f32(value: f32) -> Self {
         value
     }
@@ -28,6 +31,7 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    const DTYPE: Dtype = Dtype::BF16;
     fn from_f32(value: f32) -> Self {
         bf16::from_f32(value)
     }
@@ -37,6 +41,7 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
+    const DTYPE: Dtype = Dtype::F16;
     fn from_f32(value: f32) -> Self {
         f16::from_f32(value)
     }
@@ -47,6 +52,7 @@ impl Element for f16 {
 
 /// A kind of element on disk, little-endian.
 pub(super) trait Stored {
+    const DTYPE: Dtype;
     const SIZE: usize;
     fn decode(bytes: &[u8]) -> f32;
 }
@@ -57,6 +63,7 @@ pub(super) struct StoredF16;
 pub(super) struct StoredE4m3;
 
 impl Stored for StoredF32 {
+    const DTYPE: Dtype = Dtype::F32;
     const SIZE: usize = 4;
     #[inline(always)]
     fn decode(bytes: &[u8]) -> f32 {
@@ -65,6 +72,7 @@ impl Stored for StoredF32 {
 }
 
 impl Stored for StoredBf16 {
+    const DTYPE: Dtype = Dtype::BF16;
     const SIZE: usize = 2;
     #[inline(always)]
     fn decode(bytes: &[u8]) -> f32 {
@@ -73,6 +81,7 @@ impl Stored for StoredBf16 {
 }
 
 impl Stored for StoredF16 {
+    const DTYPE: Dtype = Dtype::F16;
     const SIZE: usize = 2;
     #[inline(always)]
     fn decode(bytes: &[u8]) -> f32 {
@@ -90,6 +99,7 @@ impl Stored for StoredF16 {
 }
 
 impl Stored for StoredE4m3 {
+    const DTYPE: Dtype = Dtype::F8_E4M3;
     const SIZE: usize = 1;
     #[inline(always)]
     fn decode(bytes: &[u8]) -> f32 {

@@ -1,10 +1,12 @@
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::element::Element;
 use super::error::HfError;
 use super::folder::Folder;
 use super::matrix::Matrix;
-use super::read::zeros;
+use super::read::{map_pages, zeros};
 
 /// How the experts of a layer are stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,6 +124,16 @@ impl<'a> Experts<'a> {
         }
     }
 
+    /// Bytes on disk of some experts, with their FP8 scales.
+    pub fn bytes_of(&self, experts: Range<usize>) -> u64 {
+        if let Some(names) = self.names.fused() {
+            let all: u64 = names.iter().map(|name| self.folder.bytes_of(name)).sum();
+            return all / self.num_experts.max(1) as u64 * experts.len() as u64;
+        }
+        let names = experts.flat_map(|expert| self.names.of(expert));
+        names.map(|name| self.folder.bytes_of(&name)).sum()
+    }
+
     /// Reads one expert.
     ///
     /// # Errors
@@ -161,8 +173,8 @@ impl<'a> Experts<'a> {
         Ok(())
     }
 
-    /// Reads some experts, one after another: `gate_up [count, d_model, 2 * d_hidden]` and
-    /// `down [count, d_hidden, d_model]`.
+    /// Reads some experts on all threads of the current rayon pool: `gate_up [count, d_model,
+    /// 2 * d_hidden]` and `down [count, d_hidden, d_model]`.
     ///
     /// # Errors
     ///
@@ -172,17 +184,31 @@ impl<'a> Experts<'a> {
     ///
     /// When the range goes beyond `num_experts`.
     pub fn read<E: Element>(&self, experts: Range<usize>) -> Result<(Vec<E>, Vec<E>), HfError> {
+        self.read_noting(experts, |_| ())
+    }
+
+    /// [`read`](Self::read); calls `done` with each expert that has been read.
+    pub(crate) fn read_noting<E: Element>(
+        &self,
+        experts: Range<usize>,
+        done: impl Fn(usize) + Sync,
+    ) -> Result<(Vec<E>, Vec<E>), HfError> {
         let num_experts = self.num_experts;
         assert!(experts.end <= num_experts, "{experts:?} of {num_experts}");
         let len = self.d_model * self.d_hidden;
         let mut gate_up = zeros(experts.len() * 2 * len);
         let mut down = zeros(experts.len() * len);
-        let out = gate_up
-            .chunks_exact_mut((2 * len).max(1))
-            .zip(down.chunks_exact_mut(len.max(1)));
-        for (expert, (gate_up, down)) in experts.zip(out) {
-            self.read_into(expert, gate_up, down)?;
-        }
+        gate_up
+            .par_chunks_exact_mut((2 * len).max(1))
+            .zip(down.par_chunks_exact_mut(len.max(1)))
+            .enumerate()
+            .try_for_each(|(i, (gate_up, down))| {
+                map_pages(gate_up);
+                map_pages(down);
+                self.read_into(experts.start + i, gate_up, down)?;
+                done(experts.start + i);
+                Ok(())
+            })?;
         Ok((gate_up, down))
     }
 }

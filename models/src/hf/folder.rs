@@ -124,6 +124,12 @@ impl Folder {
         })
     }
 
+    /// Bytes of a tensor on disk, with its FP8 scales; 0 when it is not there.
+    pub fn bytes_of(&self, name: &str) -> u64 {
+        let bytes = |name: &str| self.find(name).map_or(0, |(_, entry)| entry.bytes.len());
+        (bytes(name) + bytes(&format!("{name}{}", super::SCALE_SUFFIX))) as u64
+    }
+
     /// Bytes of all tensors on disk.
     pub fn num_bytes(&self) -> u64 {
         let bytes = |shard: &Shard| (shard.map.len() - shard.header) as u64;

@@ -136,6 +136,15 @@ impl<'a> Layout<'a> {
         self.find(name).is_some()
     }
 
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let names = self.parts.iter().flat_map(|part| part.entries.keys());
+        let mut names: Vec<String> = names.cloned().collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
     /// The part that holds the tensor, and where.
     pub(super) fn find(&self, name: &str) -> Option<(usize, &Entry)> {
         let mut parts = self.parts.iter().enumerate();

@@ -10,21 +10,12 @@ use super::element::{
 use super::error::HfError;
 use super::folder::Folder;
 use super::shard::{Entry, Shard, Window};
+use super::transpose;
 
 /// Side of the square blocks that share an FP8 scale.
 pub(super) const BLOCK: usize = 128;
 /// Bytes of a shard that are in memory at a time for one reader.
 const BAND_BYTES: usize = 4 << 20;
-/// A tile that is transposed in cache: whole cache lines are read and written. Both sides divide
-/// [`BLOCK`], so a tile has one FP8 scale.
-const TILE_ROWS: usize = 128;
-const TILE_COLS: usize = 32;
-/// Columns that are decoded at a time: with a tile's rows they stay in the second-level cache.
-const PANEL_COLS: usize = 512;
-/// From row to row of the panel: not a power of two, so that a column's elements do not all fall on
-/// the same few lines of the cache.
-const PANEL_STRIDE: usize = PANEL_COLS + 32;
-
 /// What can be read as a matrix.
 const ALLOWED: &str = "F32, BF16, F16, and F8_E4M3 with scales";
 const ALLOWED_PLAIN: &str = "F32, BF16 and F16";
@@ -100,17 +91,21 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Calls `each(first row, bytes of the rows)` for the matrix in bands of rows.
-    fn bands<D: Stored>(&self, mut each: impl FnMut(usize, &[u8])) {
+    /// Calls `each(rows, their bytes)` for the matrix in bands of rows, the first of `head` rows if
+    /// that is more than none.
+    fn bands<D: Stored>(&self, head: usize, mut each: impl FnMut(Range<usize>, &[u8])) {
         let row_bytes = self.cols * D::SIZE;
         if row_bytes == 0 {
             return;
         }
         let band = (BAND_BYTES / row_bytes / BLOCK).max(1) * BLOCK;
-        for first in (0..self.rows).step_by(band) {
-            let last = self.rows.min(first + band);
+        let mut first = 0;
+        while first < self.rows {
+            let rows = if first == 0 && head > 0 { head } else { band };
+            let last = self.rows.min(first + rows);
             let range = self.start + first * row_bytes..self.start + last * row_bytes;
-            each(first, self.shard.window(range).bytes());
+            each(first..last, self.shard.window(range).bytes());
+            first = last;
         }
     }
 
@@ -132,97 +127,59 @@ impl<'a> Matrix<'a> {
     }
 
     fn straight<D: Stored, E: Element>(&self, out: &mut [E]) {
-        self.bands::<D>(|first, bytes| {
-            let out = &mut out[first * self.cols..][..bytes.len() / D::SIZE];
-            if self.scales.is_empty() {
-                for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(D::SIZE)) {
-                    *out = E::from_f32(D::decode(bytes));
-                }
-                return;
-            }
-            let rows = bytes.chunks_exact(self.cols * D::SIZE);
-            for (r, (out, bytes)) in out.chunks_exact_mut(self.cols).zip(rows).enumerate() {
-                let blocks = bytes.chunks(BLOCK * D::SIZE);
-                for (b, (out, bytes)) in out.chunks_mut(BLOCK).zip(blocks).enumerate() {
-                    let scale = self.scale(first + r, b * BLOCK);
-                    for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(D::SIZE)) {
-                        *out = E::from_f32(D::decode(bytes) * scale);
-                    }
-                }
+        self.bands::<D>(0, |rows, bytes| {
+            let out = out[rows.start * self.cols..].chunks_exact_mut(self.cols);
+            let bytes = bytes.chunks_exact(self.cols * D::SIZE);
+            for ((row, bytes), out) in rows.zip(bytes).zip(out) {
+                self.decode::<D, E>(row, 0, bytes, out);
             }
         });
     }
 
     fn transposed<D: Stored, E: Element>(&self, out: &mut [E], stride: usize, column: usize) {
-        let mut panel = vec![E::zeroed(); TILE_ROWS * PANEL_STRIDE];
-        let mut tile = [[E::zeroed(); TILE_ROWS]; TILE_COLS];
-        self.bands::<D>(|first, bytes| {
-            let blocks = bytes.chunks(TILE_ROWS * self.cols * D::SIZE).enumerate();
-            for (block, bytes) in blocks {
-                let row = first + block * TILE_ROWS;
-                let rows = bytes.len() / (self.cols * D::SIZE);
-                for col in (0..self.cols).step_by(PANEL_COLS) {
-                    let cols = PANEL_COLS.min(self.cols - col);
-                    self.fill_panel::<D, E>(bytes, row, col..col + cols, &mut panel);
-                    for tile_col in (0..cols).step_by(TILE_COLS) {
-                        transpose_tile(&panel[tile_col..], rows, &mut tile);
-                        let lines = tile.iter().take(cols - tile_col).enumerate();
-                        for (c, line) in lines {
-                            let to = (col + tile_col + c) * stride + column + row;
-                            out[to..to + rows].copy_from_slice(&line[..rows]);
-                        }
-                    }
-                }
-            }
+        let head = transpose::head(&out[column..], stride).unwrap_or(0);
+        self.bands::<D>(head, |rows, bytes| {
+            let (first, row_bytes) = (rows.start, self.cols * D::SIZE);
+            transpose::transpose(
+                [rows.len(), self.cols],
+                |row, cols, out: &mut [E]| {
+                    let bytes = &bytes[row * row_bytes..][cols.start * D::SIZE..cols.end * D::SIZE];
+                    self.decode::<D, E>(first + row, cols.start, bytes, out);
+                },
+                &mut out[column + first..],
+                stride,
+            );
         });
     }
 
-    /// Decodes some columns of a block of rows to the panel.
-    fn fill_panel<D: Stored, E: Element>(
-        &self,
-        bytes: &[u8],
-        row: usize,
-        cols: Range<usize>,
-        panel: &mut [E],
-    ) {
-        let stored = bytes.chunks_exact(self.cols * D::SIZE);
-        for (out, bytes) in panel.chunks_exact_mut(PANEL_STRIDE).zip(stored) {
-            let bytes = &bytes[cols.start * D::SIZE..cols.end * D::SIZE];
-            let blocks = bytes.chunks(BLOCK * D::SIZE);
-            for (b, (out, bytes)) in out.chunks_mut(BLOCK).zip(blocks).enumerate() {
-                let scale = match self.scales.is_empty() {
-                    true => 1.0,
-                    false => self.scale(row, cols.start + b * BLOCK),
-                };
-                for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(D::SIZE)) {
-                    *out = E::from_f32(D::decode(bytes) * scale);
-                }
+    /// The elements of a row from `col` on.
+    #[inline(always)]
+    fn decode<D: Stored, E: Element>(&self, row: usize, col: usize, bytes: &[u8], out: &mut [E]) {
+        if self.scales.is_empty() {
+            return decode::<D, E>(bytes, out);
+        }
+        let (mut bytes, mut out, mut col) = (bytes, out, col);
+        while !out.is_empty() {
+            // Up to where the next block begins.
+            let len = out.len().min(BLOCK - col % BLOCK);
+            let scale = self.scale(row, col);
+            let (now, later) = out.split_at_mut(len);
+            for (out, bytes) in now.iter_mut().zip(bytes.chunks_exact(D::SIZE)) {
+                *out = E::from_f32(D::decode(bytes) * scale);
             }
+            (bytes, out, col) = (&bytes[len * D::SIZE..], later, col + len);
         }
     }
 }
 
-/// Writes column `c` of the panel to line `c` of the tile, in squares that fit into registers.
-fn transpose_tile<E: Element>(panel: &[E], rows: usize, tile: &mut [[E; TILE_ROWS]; TILE_COLS]) {
-    let mut blocks = panel.chunks(4 * PANEL_STRIDE);
-    for r in (0..rows).step_by(4) {
-        let Some(block) = blocks.next() else { return };
-        for (j, lines) in tile.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            let row = |i: usize| block[i * PANEL_STRIDE + 4 * j..].first_chunk::<4>();
-            let (Some(a), Some(b), Some(c), Some(d)) = (row(0), row(1), row(2), row(3)) else {
-                return;
-            };
-            let (a, b, c, d) = (*a, *b, *c, *d);
-            let columns = [
-                [a[0], b[0], c[0], d[0]],
-                [a[1], b[1], c[1], d[1]],
-                [a[2], b[2], c[2], d[2]],
-                [a[3], b[3], c[3], d[3]],
-            ];
-            for (line, column) in lines.iter_mut().zip(columns) {
-                line[r..r + 4].copy_from_slice(&column);
-            }
-        }
+#[inline(always)]
+fn decode<D: Stored, E: Element>(bytes: &[u8], out: &mut [E]) {
+    if cfg!(target_endian = "little") && D::DTYPE == E::DTYPE {
+        bytemuck::cast_slice_mut(out).copy_from_slice(bytes);
+        return;
+    }
+    for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(D::SIZE)) {
+        *out = E::from_f32(D::decode(bytes));
     }
 }
 

@@ -16,6 +16,7 @@ mod place;
 mod read;
 mod save;
 mod shard;
+mod transpose;
 
 pub use element::Element;
 pub use error::HfError;

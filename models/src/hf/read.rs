@@ -29,6 +29,7 @@ impl Folder {
         let mut slices = self.slices(name, expected)?.into_iter();
         // Nothing is allocated for a tensor that is not what it should be.
         let mut out = zeros(expected.iter().product());
+        map_pages(&out);
         let len = slices.len().max(1);
         let len = out.len() / len;
         for out in out.chunks_exact_mut(len.max(1)) {
@@ -83,6 +84,7 @@ impl Folder {
         let matrices = matrices?;
         let stride = matrices.len() * stored[0];
         let mut out = zeros(stride * stored[1]);
+        map_pages(&out);
         for (i, matrix) in matrices.iter().enumerate() {
             matrix.read_transposed_into(&mut out, stride, i * stored[0]);
         }
@@ -104,18 +106,20 @@ impl Folder {
     }
 }
 
-/// Zeros for a result that will be written from end to end.
+/// Zeros for a result that will be written from end to end. Pages of a large one are not there yet:
+/// see [`map_pages`].
 pub(super) fn zeros<E: Element>(len: usize) -> Vec<E> {
-    let out = bytemuck::allocation::zeroed_vec(len);
-    map_pages(&out);
-    out
+    bytemuck::allocation::zeroed_vec(len)
 }
 
 /// Maps the pages of a large buffer in one go: one at a time, as they are first written, they cost
-/// more than reading the file. (Huge pages would be better still where memory is plentiful, but in
-/// virtual machines whose memory the host has not mapped they were seen to be ten times slower.)
+/// more than reading the file.
+///
+/// Huge pages would make it cheaper still where memory is at hand. But a virtual machine gives just
+/// those back to its host while they are free, and the host is slow to return them: there the whole
+/// load was seen to take several times as long.
 #[cfg(target_os = "linux")]
-fn map_pages<E>(buffer: &[E]) {
+pub(super) fn map_pages<E>(buffer: &[E]) {
     const PAGE: usize = 4096;
     let bytes = buffer.as_ptr_range();
     let start = (bytes.start as usize).next_multiple_of(PAGE);
@@ -128,4 +132,4 @@ fn map_pages<E>(buffer: &[E]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn map_pages<E>(_buffer: &[E]) {}
+pub(super) fn map_pages<E>(_buffer: &[E]) {}

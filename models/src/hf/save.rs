@@ -355,7 +355,7 @@ impl<'a> Saver<'a> {
         Ok(())
     }
 
-    fn missing(&self, name: &str) -> HfError {
+    pub(crate) fn missing(&self, name: &str) -> HfError {
         HfError::Missing {
             file: self.target.clone(),
             tensor: name.into(),
