@@ -11,6 +11,8 @@ mod decoder;
 pub mod hf;
 mod module_path;
 pub mod pretrained;
+#[cfg(feature = "autodiff")]
+pub mod train;
 
 pub use config::{ModelConfig, ModelError};
 pub use counts::ParameterCounts;

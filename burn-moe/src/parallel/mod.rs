@@ -11,6 +11,8 @@
 //! input. The weights have passed the router, so they are deeper in the graph and Burn visits them
 //! first on every rank.
 
+#[cfg(feature = "autodiff")]
+mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
@@ -21,6 +23,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 pub use forward::LayerStats;
 pub(crate) use forward::{ParallelLayer, forward};
+#[cfg(feature = "autodiff")]
+pub use clip::{clip_gradients, gradient_norm};
 #[cfg(feature = "autodiff")]
 pub use gradients::reduce_gradients;
 
