@@ -12,6 +12,8 @@ pub mod hf;
 mod module_path;
 pub mod pretrained;
 #[cfg(feature = "autodiff")]
+pub mod state;
+#[cfg(feature = "autodiff")]
 pub mod train;
 
 pub use config::{ModelConfig, ModelError};
