@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::disk::{Disk, FileSystem};
 use super::error::{StateError, io};
-use super::manifest::{MANIFEST, Manifest};
+use super::manifest::{MANIFEST, Manifest, PARTIAL_MANIFEST, is_shard_name};
 
 /// The folder of a run's checkpoints.
 #[derive(Clone)]
@@ -85,10 +85,21 @@ impl StateFolder {
         self.path.join(format!("{PREFIX}{step:08}"))
     }
 
-    /// Removes what interrupted saves and removals have left.
+    /// Removes what interrupted saves and removals have left. A folder that holds anything else is
+    /// no such rest.
     pub(super) fn clean(&self) -> Result<(), StateError> {
         for step in self.scan()?.incomplete {
             let folder = self.step_folder(step);
+            for entry in fs::read_dir(&folder).map_err(io(&folder))? {
+                let name = entry.map_err(io(&folder))?.file_name();
+                let name = name.to_string_lossy();
+                if name != PARTIAL_MANIFEST && !is_shard_name(&name) {
+                    return Err(StateError::Occupied {
+                        message: format!("{name}, which is not part of a checkpoint"),
+                        folder,
+                    });
+                }
+            }
             self.disk.remove_dir(&folder).map_err(io(&folder))?;
         }
         Ok(())

@@ -158,6 +158,11 @@ pub(super) fn shard_name(rank: usize, ranks: usize) -> String {
     format!("rank-{rank:05}-of-{ranks:05}.safetensors")
 }
 
+/// Whether [`shard_name`] gives such names.
+pub(super) fn is_shard_name(name: &str) -> bool {
+    name.starts_with("rank-") && name.ends_with(".safetensors")
+}
+
 /// Where two values differ first.
 fn difference<'a>(
     path: &str,
