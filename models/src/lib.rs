@@ -14,6 +14,6 @@ pub mod pretrained;
 #[cfg(feature = "autodiff")]
 pub mod train;
 
-pub use config::{ModelConfig, ModelError};
+pub use config::{ModelConfig, ModelError, Scale, ScaleError};
 pub use counts::ParameterCounts;
 pub use decoder::{Block, Decoder, DecoderOutput, FeedForwardKind, TokenBatch};
