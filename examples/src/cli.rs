@@ -206,11 +206,7 @@ pub fn check(
     if allowed {
         return Ok(());
     }
-    Err(CliError::Option(ConfigError {
-        field: option,
-        value: value.to_string(),
-        allowed: what(),
-    }))
+    Err(CliError::option(option, value, what()))
 }
 
 /// Why a binary ends without result.
@@ -245,6 +241,16 @@ pub enum CliError {
         /// Why.
         source: std::io::Error,
     },
+    /// The loss or the gradients are no numbers any more.
+    #[error("step {step}: {what} is {value}; a lower --lr, --warmup or --clip may help")]
+    Diverged {
+        /// The step, from 1 on.
+        step: usize,
+        /// What is not finite.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
     /// A rank failed while running.
     #[error(transparent)]
     Ranks(#[from] RanksError),
@@ -260,10 +266,22 @@ impl From<HfError> for CliError {
 }
 
 impl CliError {
+    /// A value of an option that is not allowed.
+    pub fn option(field: &'static str, value: impl ToString, allowed: String) -> Self {
+        Self::Option(ConfigError {
+            field,
+            value: value.to_string(),
+            allowed,
+        })
+    }
+
     /// 2 for wrong input, 1 for a failure while running.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Ranks(RanksError::Failed(_)) | Self::Comm(_) | Self::Write { .. } => 1,
+            Self::Ranks(RanksError::Failed(_))
+            | Self::Comm(_)
+            | Self::Write { .. }
+            | Self::Diverged { .. } => 1,
             _ => 2,
         }
     }

@@ -16,6 +16,6 @@ pub mod state;
 #[cfg(feature = "autodiff")]
 pub mod train;
 
-pub use config::{ModelConfig, ModelError};
+pub use config::{ModelConfig, ModelError, Scale, ScaleError};
 pub use counts::ParameterCounts;
 pub use decoder::{Block, Decoder, DecoderOutput, FeedForwardKind, TokenBatch};

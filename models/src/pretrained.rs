@@ -1,12 +1,17 @@
-//! Models from folders of Hugging Face's: `config.json` and safetensors.
+//! Models from and to folders of Hugging Face's: `config.json` and safetensors.
+
+mod save;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_moe::comm::CommError;
 use burn_moe::layer::ConfigError;
 use burn_moe::parallel::ExpertParallel;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+
+pub use save::save;
 
 use crate::hf::{Experts, Folder, HfError, ignorable};
 use crate::module_path::ModulePath;
@@ -29,6 +34,9 @@ pub enum PretrainedError {
     /// The model cannot be built.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// A rank was lost or too late while saving.
+    #[error(transparent)]
+    Comm(#[from] CommError),
 }
 
 /// The model that the folder's `config.json` describes.

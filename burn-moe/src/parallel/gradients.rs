@@ -83,9 +83,9 @@ impl ModuleVisitor for Collect {
         }
         let len = param.lazy_shape().num_elements();
         let grad = self.grads.remove::<D>(param.id);
-        let wide = grad.as_ref().is_some_and(|grad| {
-            grad.dtype() == DType::F32 && param.val().dtype() != DType::F32
-        });
+        let wide = grad
+            .as_ref()
+            .is_some_and(|grad| grad.dtype() == DType::F32 && param.val().dtype() != DType::F32);
         self.flat.push(f32::from(u8::from(grad.is_some())));
         self.flat.push(f32::from(u8::from(wide)));
         match (grad, param.val().dtype()) {

@@ -21,10 +21,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use forward::LayerStats;
-pub(crate) use forward::{ParallelLayer, forward};
 #[cfg(feature = "autodiff")]
 pub use clip::{clip_gradients, gradient_norm};
+pub use forward::LayerStats;
+pub(crate) use forward::{ParallelLayer, forward};
 #[cfg(feature = "autodiff")]
 pub use gradients::reduce_gradients;
 

@@ -14,7 +14,7 @@ function lead() {
     out.push(`Throughput as a ratio of ideal: ${ratios.map(run => `${run.balance} ${fixed(run.ratio_to_ideal, 3)}`).join(", ")}.`);
   if (none && none !== main) {
     const most = largest(main.loss.map((loss, i) => Math.abs(loss - none.loss[i])));
-    if (finite(most)) out.push(`The losses of ${main.balance} and none differ by at most ${most < 1e-3 ? most.toExponential(1) : fixed(most, 3)} bits per byte.`);
+    if (finite(most)) out.push(`The losses of ${main.balance} and none differ by at most ${most < 1e-3 ? most.toExponential(1) : fixed(most, 3)} bits per ${data.unit}.`);
   }
   byId("lead").textContent = out.join(" ");
 }
@@ -38,7 +38,7 @@ function settings() {
   const buffer = run => fixed(largest([0, ...run.replica_buffer_bytes]) / 1024, 0);
   const three = (name, key) => [[name], ["mean", r => fixed(r[key].mean, 3)], ["95th percentile", r => fixed(r[key].p95, 3)], ["worst", r => fixed(r[key].max, 3)]];
   table("table", runs, [
-    ["Bits per byte"], ["first step", r => fixed(r.loss[0], 3)], ["last step", r => fixed(r.loss.at(-1), 3)],
+    [`Bits per ${data.unit}`], ["first step", r => fixed(r.loss[0], 3)], ["last step", r => fixed(r.loss.at(-1), 3)],
     ["Throughput"], ["tokens per second", r => number(r.tokens_per_second)], ["ratio to ideal", r => fixed(r.ratio_to_ideal, 3)],
     ...three("Imbalance before", "imbalance_before"), ...three("Imbalance after", "imbalance_after"),
     ["Planning of a layer"], ["copies, mean", r => fixed(r.copies_per_plan.mean, 1)],
@@ -51,7 +51,7 @@ function settings() {
 
 function curves() {
   const chartOf = (id, series, options) => { lines(id, { series, ...options }); lineKey(`${id}-key`, series); };
-  chartOf("loss", listed(runs).map(s => ({ ...s, values: s.run.loss })), { digits: 3, unit: "bits per byte",
+  chartOf("loss", listed(runs).map(s => ({ ...s, values: s.run.loss })), { digits: 3, unit: `bits per ${data.unit}`,
     label: `Loss over steps. ${runs.map(r => `${r.balance}: ${fixed(r.loss[0], 2)} to ${fixed(r.loss.at(-1), 2)}`).join("; ")}` });
   chartOf("speed", listed(runs).map(s => ({ ...s, values: s.run.step_seconds.map(seconds => tokens / seconds) })), { from: 0, digits: 0,
     unit: "tokens per second", label: `Throughput over steps. Median: ${runs.map(r => `${r.balance} ${number(r.tokens_per_second)}`).join(", ")} tokens per second` });

@@ -14,10 +14,12 @@ const LINES: usize = 10;
 pub struct Progress {
     bar: Option<ProgressBar>,
     steps: usize,
+    /// What a token is.
+    unit: &'static str,
 }
 
 impl Progress {
-    pub fn new(steps: usize, balance: &[BalanceArg]) -> Self {
+    pub fn new(steps: usize, balance: &[BalanceArg], unit: &'static str) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new((steps * balance.len()) as u64);
             if let Ok(style) =
@@ -27,7 +29,7 @@ impl Progress {
             }
             bar
         });
-        Self { bar, steps }
+        Self { bar, steps, unit }
     }
 
     /// After a step of one balancer.
@@ -43,8 +45,9 @@ impl Progress {
             stats.iter().map(f).sum::<f64>() / stats.len().max(1) as f64
         };
         let message = format!(
-            "{:5} {bits:.3} bits/byte, {tokens_per_second:.0} tokens/s, imbalance {:.2} -> {:.2}",
+            "{:5} {bits:.3} bits/{}, {tokens_per_second:.0} tokens/s, imbalance {:.2} -> {:.2}",
             balance.name(),
+            self.unit,
             mean(|layer| layer.imbalance_before),
             mean(|layer| layer.imbalance_after),
         );

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -134,6 +134,13 @@ impl<'a> Layout<'a> {
     /// Whether there is a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.find(name).is_some()
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        let names = self.parts.iter().flat_map(|part| part.entries.keys());
+        let names: BTreeSet<&str> = names.map(String::as_str).collect();
+        names.into_iter()
     }
 
     /// The part that holds the tensor, and where.

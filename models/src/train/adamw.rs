@@ -1,5 +1,5 @@
 use burn::optim::{
-    AdaptiveMomentumState, AdamW, AdamWState, LearningRate, Optimizer, RecordState, StateSink,
+    AdamW, AdamWState, AdaptiveMomentumState, LearningRate, Optimizer, RecordState, StateSink,
     StateSource,
 };
 use burn::tensor::{Device, Tensor, TensorData};
@@ -73,10 +73,7 @@ impl<const D: usize> RecordState for MasterAdamWState<D> {
         out.push_scalar(prefix, "time", momentum.time.into());
         out.push_tensor(prefix, "moment_1", momentum.moment_1.to_data());
         out.push_tensor(prefix, "moment_2", momentum.moment_2.to_data());
-        for (leaf, tensor) in [
-            ("max_moment_2", &momentum.max_moment_2),
-            ("master", master),
-        ] {
+        for (leaf, tensor) in [("max_moment_2", &momentum.max_moment_2), ("master", master)] {
             if let Some(tensor) = tensor {
                 out.push_tensor(prefix, leaf, tensor.to_data());
             }
