@@ -14,6 +14,7 @@ use burn_moe::parallel::{Balance, ParallelError};
 use burn_moe_models::checkpoint::CheckpointError;
 use burn_moe_models::hf::HfError;
 use burn_moe_models::pretrained::PretrainedError;
+use burn_moe_models::state::StateError;
 use burn_moe_models::{ModelConfig, ModelError};
 use clap::{Args, ValueEnum};
 
@@ -227,6 +228,9 @@ pub enum CliError {
     /// A model folder cannot be read.
     #[error(transparent)]
     Pretrained(#[from] PretrainedError),
+    /// The state of a run cannot be read or written.
+    #[error(transparent)]
+    State(StateError),
     /// Expert parallelism refuses its settings.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
@@ -265,6 +269,16 @@ impl From<HfError> for CliError {
     }
 }
 
+impl From<StateError> for CliError {
+    fn from(error: StateError) -> Self {
+        match error {
+            // So that the error of the rank that failed is told, not this one.
+            StateError::Comm(error) => error.into(),
+            error => Self::State(error),
+        }
+    }
+}
+
 impl CliError {
     /// A value of an option that is not allowed.
     pub fn option(field: &'static str, value: impl ToString, allowed: String) -> Self {
@@ -281,6 +295,7 @@ impl CliError {
             Self::Ranks(RanksError::Failed(_))
             | Self::Comm(_)
             | Self::Write { .. }
+            | Self::State(StateError::Io { .. })
             | Self::Diverged { .. } => 1,
             _ => 2,
         }

@@ -8,6 +8,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use tokenizers::Tokenizer;
+use twox_hash::XxHash3_128;
 
 /// Bytes taken from one file at most, so that a batch or two see one file and the next another.
 const MOST_OF_A_FILE: usize = 32 << 10;
@@ -193,6 +194,16 @@ impl Corpus {
         (first..first + count)
             .map(|sequence| (0..=length).map(|i| token(sequence * length + i)).collect())
             .collect()
+    }
+
+    /// Of all tokens, to find out whether another run has the same: XXH3, 128 bits.
+    pub fn checksum(&self) -> String {
+        let mut hash = XxHash3_128::new();
+        hash.write(&self.bytes);
+        for token in self.tokens.iter().flatten() {
+            hash.write(&token.to_le_bytes());
+        }
+        format!("{:032x}", hash.finish_128())
     }
 
     /// Where it comes from and how much it is, to be shown.

@@ -121,6 +121,7 @@ mod tests {
             planner: "quota".into(),
             seed: 0,
             steps,
+            first_step: 0,
             batch: 2,
             sequence_length: 8,
             accumulate: 1,

@@ -32,6 +32,9 @@ pub struct TrainReport {
     pub seed: u64,
     /// Optimizer steps.
     pub steps: usize,
+    /// Steps that were done when the run was resumed. Losses and norms are those of all steps,
+    /// everything else is of the steps after these.
+    pub first_step: usize,
     /// Sequences of a step.
     pub batch: usize,
     /// Tokens of a sequence.

@@ -4,6 +4,7 @@ mod args;
 mod memory;
 mod progress;
 mod rank;
+mod states;
 mod subject;
 
 use comfy_table::Table;
@@ -15,6 +16,8 @@ use crate::report::{self, LayerSummary, RunReport, StepStats, Summary, TrainRepo
 pub use args::{DtypeArg, OptimizerArgs, ScheduleArg, TrainArgs};
 use progress::Progress;
 use rank::RankOutcome;
+pub use states::StateArgs;
+use states::States;
 use subject::Subject;
 
 /// Trains, prints the table, and writes the report.
@@ -45,10 +48,18 @@ pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
             subject.name
         );
     }
-    let progress = Progress::new(args.steps, &args.balance, subject.unit());
-    let outcomes = args
-        .ranks
-        .run(|comm| rank::run(args, &subject, &corpus, &progress, &device, comm))?;
+    let states = States::open(args, &subject.config, &corpus)?;
+    let first_step = states.as_ref().map_or(0, States::steps_done);
+    let progress = Progress::new(first_step, args.steps, &args.balance, subject.unit());
+    let run = rank::Run {
+        args,
+        subject: &subject,
+        corpus: &corpus,
+        states: states.as_ref(),
+        progress: &progress,
+        device: &device,
+    };
+    let outcomes = args.ranks.run(|comm| rank::run(&run, comm))?;
     progress.finish();
     if let Some(path) = &args.save_routing {
         let records: Vec<_> = outcomes
@@ -60,7 +71,7 @@ pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
     if let Some(folder) = &args.save {
         println!("model: {}", folder.display());
     }
-    let report = summarise(args, subject, corpus.source, outcomes);
+    let report = summarise(args, first_step, subject, corpus.source, outcomes);
     println!("{}", table(&report));
     let page = report::write(&args.report, &report, &page::train(&report))?;
     println!("report: {}", page.display());
@@ -69,6 +80,7 @@ pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
 
 fn summarise(
     args: &TrainArgs,
+    first_step: usize,
     subject: Subject,
     data: String,
     mut outcomes: Vec<RankOutcome>,
@@ -81,7 +93,7 @@ fn summarise(
         .collect();
     let runs = (0..args.balance.len())
         .map(|run| {
-            let steps: Vec<StepStats> = (0..args.steps)
+            let steps: Vec<StepStats> = (0..args.steps - first_step)
                 .map(|step| {
                     outcomes
                         .iter_mut()
@@ -118,6 +130,7 @@ fn summarise(
         planner: args.ranks.planner.clone(),
         seed: args.seed,
         steps: args.steps,
+        first_step,
         batch: args.batch,
         sequence_length: args.sequence_length,
         accumulate: args.accumulate,

@@ -9,6 +9,7 @@ use burn_moe_models::{ModelConfig, Scale};
 use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
 
+use super::states::StateArgs;
 use crate::cli::{BalanceArg, CliError, RankArgs, check};
 
 /// Options of `train`.
@@ -38,12 +39,17 @@ pub struct TrainArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub ranks: RankArgs,
-    /// Balancers to run side by side on the same batches; exact alone with --model.
+    /// Balancers to run side by side on the same batches; exact alone with --model, --state and
+    /// --resume.
     #[arg(
         long,
         value_delimiter = ',',
         default_value = "none,exact,ideal",
-        default_value_if("model", ArgPredicate::IsPresent, "exact")
+        default_value_ifs([
+            ("model", ArgPredicate::IsPresent, "exact"),
+            ("state", ArgPredicate::IsPresent, "exact"),
+            ("resume", ArgPredicate::IsPresent, "exact"),
+        ])
     )]
     pub balance: Vec<BalanceArg>,
     /// Optimizer steps.
@@ -77,6 +83,9 @@ pub struct TrainArgs {
     /// Text to train on, a file or a folder. Default: the sources of this workspace's dependencies.
     #[arg(long)]
     pub data: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub states: StateArgs,
     /// Folder for report.json and report.html.
     #[arg(long, default_value = "target/train-report")]
     pub report: PathBuf,
@@ -188,6 +197,7 @@ impl TrainArgs {
             },
         )?;
         self.optimizer.validate(self.steps)?;
+        self.states.validate(&self.balance)?;
         for (option, value) in [
             ("--bias-speed", self.bias_speed),
             ("--aux-loss", self.aux_loss),

@@ -13,11 +13,13 @@ use burn_moe::parallel::{
     ExpertParallel, LayerStats, ParallelOptions, clip_gradients, gradient_norm, reduce_gradients,
 };
 use burn_moe_models::pretrained::{self, PretrainedError};
+use burn_moe_models::state::Snapshot;
 use burn_moe_models::train::Accumulator;
 use burn_moe_models::{Decoder, FeedForwardKind, TokenBatch, checkpoint};
 
 use super::TrainArgs;
 use super::progress::Progress;
+use super::states::States;
 use super::subject::Subject;
 use crate::cli::{BalanceArg, CliError};
 use crate::data::Corpus;
@@ -46,6 +48,10 @@ pub struct RunOutcome {
     pub replica_bytes: usize,
 }
 
+/// Names of a state's histories.
+const LOSS: &str = "bits";
+const GRAD_NORM: &str = "grad_norm";
+
 /// One balancer's model and optimizer.
 struct Lane {
     index: usize,
@@ -56,25 +62,39 @@ struct Lane {
     outcome: RunOutcome,
 }
 
+/// What all ranks share.
+pub struct Run<'a> {
+    pub args: &'a TrainArgs,
+    pub subject: &'a Subject,
+    pub corpus: &'a Corpus,
+    pub states: Option<&'a States>,
+    pub progress: &'a Progress,
+    pub device: &'a Device,
+}
+
 /// Trains all lanes, step by step in turn.
-pub fn run(
-    args: &TrainArgs,
-    subject: &Subject,
-    corpus: &Corpus,
-    progress: &Progress,
-    device: &Device,
-    comm: Arc<dyn Communicator>,
-) -> Result<RankOutcome, CliError> {
+pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, CliError> {
+    let Run {
+        args,
+        subject,
+        corpus,
+        states,
+        progress,
+        device,
+    } = *run;
     let mut lanes = args
         .balance
         .iter()
         .enumerate()
-        .map(|(index, balance)| Lane::new(args, subject, index, *balance, &comm, device))
+        .map(|(index, balance)| Lane::new(run, index, *balance, &comm))
         .collect::<Result<Vec<_>, _>>()?;
     let mut schedule = args.schedule().init()?;
+    let first_step = states.map_or(0, States::steps_done);
+    // Rates follow from the step alone.
+    (0..first_step).for_each(|_| drop(schedule.step()));
     let mut routing = Vec::new();
     comm.barrier(Key::new(Op::Barrier, 0, 0))?;
-    for step in 0..args.steps {
+    for step in first_step..args.steps {
         let (rank, ranks) = (comm.rank(), comm.size());
         let first = args.batch * rank / ranks;
         let count = args.batch * (rank + 1) / ranks - first;
@@ -87,6 +107,9 @@ pub fn run(
             comm.barrier(lane.key(Op::Barrier, step, args))?;
             let seconds = (comm.clock() - start).as_secs_f64();
             comm.exclude(|| lane.record(args, step, nats, seconds, progress))?;
+            if let Some(states) = states {
+                comm.exclude(|| lane.save_state(states, step + 1, run))?;
+            }
         }
     }
     let parameters = lanes[0].parameters(comm.size());
@@ -106,13 +129,17 @@ pub fn run(
 
 impl Lane {
     fn new(
-        args: &TrainArgs,
-        subject: &Subject,
+        run: &Run<'_>,
         index: usize,
         balance: BalanceArg,
         comm: &Arc<dyn Communicator>,
-        device: &Device,
     ) -> Result<Self, CliError> {
+        let Run {
+            args,
+            subject,
+            device,
+            ..
+        } = *run;
         let options = ParallelOptions {
             balance: balance.into(),
             planner: args.ranks.planner.clone(),
@@ -122,14 +149,37 @@ impl Lane {
             ..Default::default()
         };
         let ep = ExpertParallel::new(comm.clone(), options)?;
-        let model = subject.model(&ep, args.seed, device)?;
+        let mut outcome = RunOutcome::default();
+        let saved = run.states.and_then(States::saved);
+        let (model, optimizer) = match saved {
+            None => {
+                let model = subject.model(&ep, args.seed, device)?;
+                let optimizer = args.optimizer().init(&model)?;
+                (model, optimizer)
+            }
+            Some(saved) => {
+                let show = |done, total| {
+                    if comm.rank() == 0 {
+                        run.progress
+                            .show_bytes("loading", saved.step(), done, total);
+                    }
+                };
+                let loaded = saved.load(&subject.config, &ep, device, &show)?;
+                let optimizer = args.optimizer().init(&loaded.model)?;
+                let mut restored = loaded.optimizer(optimizer)?;
+                let history = &mut restored.state.history;
+                outcome.loss = history.remove(LOSS).unwrap_or_default();
+                outcome.grad_norm = history.remove(GRAD_NORM).unwrap_or_default();
+                (restored.model, restored.optimizer)
+            }
+        };
         Ok(Self {
             index,
             balance,
-            optimizer: args.optimizer().init(&model)?,
+            optimizer,
             model,
             ep,
-            outcome: RunOutcome::default(),
+            outcome,
         })
     }
 
@@ -199,6 +249,36 @@ impl Lane {
         }
         let grads = GradientsParams::from_grads(loss.backward(), &self.model);
         (nats.inner(), grads)
+    }
+
+    /// Saves a checkpoint of the run, if it is time.
+    fn save_state(&self, states: &States, step: usize, run: &Run<'_>) -> Result<(), CliError> {
+        if !states.is_due(step, run.args) {
+            return Ok(());
+        }
+        let history = [
+            (LOSS.into(), self.outcome.loss.clone()),
+            (GRAD_NORM.into(), self.outcome.grad_norm.clone()),
+        ];
+        let state = states.state(step, run.args, history.into());
+        let snapshot = Snapshot {
+            state: &state,
+            config: &run.subject.config,
+            model: &self.model,
+            optimizer: &self.optimizer,
+        };
+        let first = self.ep.comm().rank() == 0;
+        let show = |done, total| {
+            if first {
+                run.progress.show_bytes("saving", step as u64, done, total);
+            }
+        };
+        let folder = states.folder.save(snapshot, &self.ep, &show)?;
+        if first {
+            run.progress
+                .note(&format!("step {step} is saved in {}", folder.display()));
+        }
+        Ok(())
     }
 
     /// Saves the model to where the options say.

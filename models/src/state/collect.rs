@@ -82,7 +82,11 @@ impl Collect {
         let data = Rc::new(Bytes::from_bytes_vec(bytes));
         let names = match self.path.inside_experts() {
             false => vec![self.path.name()],
-            true => self.experts.clone().map(|expert| self.path.expert_name(expert)).collect(),
+            true => self
+                .experts
+                .clone()
+                .map(|expert| self.path.expert_name(expert))
+                .collect(),
         };
         for name in names {
             let name = format!("optimizer/{name}{leaf}");

@@ -71,7 +71,10 @@ impl<'a> Fill<'a> {
                 history.insert(of.into(), self.values(name)?);
             }
         }
-        let mut superfluous = self.tensors.names().filter(|name| !self.used.contains(*name));
+        let mut superfluous = self
+            .tensors
+            .names()
+            .filter(|name| !self.used.contains(*name));
         match superfluous.next() {
             Some(name) => Err(self.fault(name, "the model has no such parameter")),
             None => Ok((history, self.record)),
@@ -104,7 +107,10 @@ impl<'a> Fill<'a> {
                 self.find(&format!("optimizer/{name}/{leaf}"))?;
             }
         }
-        let own = self.experts.clone().map(|expert| self.path.expert_name(expert));
+        let own = self
+            .experts
+            .clone()
+            .map(|expert| self.path.expert_name(expert));
         let own: Vec<String> = own.collect();
         let names: Vec<String> = own.iter().map(|name| format!("model/{name}")).collect();
         let value = self.tensor(&names, shape)?;
@@ -112,12 +118,19 @@ impl<'a> Fill<'a> {
     }
 
     /// The optimizer's state of a parameter that is stored under these names.
-    fn state(&mut self, names: &[String], shape: &Shape) -> Result<Vec<(String, Leaf)>, StateError> {
+    fn state(
+        &mut self,
+        names: &[String],
+        shape: &Shape,
+    ) -> Result<Vec<(String, Leaf)>, StateError> {
         let leaves = |name: &String| self.leaves.get(name.as_str()).cloned().unwrap_or_default();
         let first = leaves(&names[0]);
         if let Some(other) = names.iter().find(|name| leaves(name) != first) {
             let (name, of) = (format!("optimizer/{other}"), leaves(other));
-            return Err(self.fault(&name, &format!("has {of:?} where {} has {first:?}", names[0])));
+            return Err(self.fault(
+                &name,
+                &format!("has {of:?} where {} has {first:?}", names[0]),
+            ));
         }
         let mut state = Vec::with_capacity(first.len());
         for leaf in first {
@@ -147,7 +160,10 @@ impl<'a> Fill<'a> {
                 _ => None,
             };
             let found: Scalar = found.ok_or_else(|| {
-                self.fault(name, &format!("{:?} {:?}, not a scalar", view.dtype(), view.shape()))
+                self.fault(
+                    name,
+                    &format!("{:?} {:?}, not a scalar", view.dtype(), view.shape()),
+                )
             })?;
             match value {
                 None => value = Some(found),

@@ -155,7 +155,11 @@ struct Found {
 }
 
 fn step_of(path: &Path) -> Option<u64> {
-    path.file_name()?.to_str()?.strip_prefix(PREFIX)?.parse().ok()
+    path.file_name()?
+        .to_str()?
+        .strip_prefix(PREFIX)?
+        .parse()
+        .ok()
 }
 
 impl fmt::Debug for StateFolder {

@@ -80,7 +80,9 @@ impl Manifest {
         };
         let bytes = fs::metadata(&path).map_err(io(&path))?.len();
         if bytes > MAX_BYTES {
-            return Err(fault(format!("{bytes} bytes, at most {MAX_BYTES} are allowed")));
+            return Err(fault(format!(
+                "{bytes} bytes, at most {MAX_BYTES} are allowed"
+            )));
         }
         let text = fs::read(&path).map_err(io(&path))?;
         let manifest: Self = serde_json::from_slice(&text)
@@ -97,7 +99,9 @@ impl Manifest {
             let expected = shard_name(rank, ranks);
             if shard.file != expected {
                 let file = &shard.file;
-                return Err(fault(format!("file {file:?} of rank {rank}, allowed: {expected}")));
+                return Err(fault(format!(
+                    "file {file:?} of rank {rank}, allowed: {expected}"
+                )));
             }
         }
         Ok(manifest)

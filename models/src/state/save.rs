@@ -92,7 +92,9 @@ impl StateFolder {
         if rank == 0 {
             let shards = entries.iter().map(|text| serde_json::from_slice(text));
             let shards: Vec<ShardEntry> = shards.collect::<Result<_, _>>().map_err(json)?;
-            let text = Manifest::new(state, config, shards).to_text().map_err(json)?;
+            let text = Manifest::new(state, config, shards)
+                .to_text()
+                .map_err(json)?;
             self.complete(&folder, &text)?;
             self.prune()?;
         }

@@ -101,7 +101,9 @@ fn header(entries: &[Entry], identity: &[(&str, String)]) -> Result<Vec<u8>, Str
         begin = end;
         (entry.name.clone(), info)
     });
-    let own = identity.iter().map(|(key, value)| (key.to_string(), value.clone()));
+    let own = identity
+        .iter()
+        .map(|(key, value)| (key.to_string(), value.clone()));
     let own: HashMap<String, String> = own.collect();
     let metadata = Metadata::new(Some(own), infos.collect());
     let metadata = metadata.map_err(|error| error.to_string())?;
@@ -127,7 +129,10 @@ impl Shard {
         let bytes = file.metadata().map_err(io(&path))?.len();
         let truncated = || {
             let expected = entry.bytes;
-            fault(&path, format!("{bytes} bytes, it was saved with {expected}"))
+            fault(
+                &path,
+                format!("{bytes} bytes, it was saved with {expected}"),
+            )
         };
         if bytes == 0 {
             return Err(truncated());

@@ -34,7 +34,11 @@ pub fn state(run: &str, step: u64) -> RunState {
         step,
         position: step * 4,
         settings: [("--lr".to_owned(), "0.01".to_owned())].into(),
-        history: [("loss".to_owned(), (0..step).map(|i| 1.0 / (i + 3) as f64).collect())].into(),
+        history: [(
+            "loss".to_owned(),
+            (0..step).map(|i| 1.0 / (i + 3) as f64).collect(),
+        )]
+        .into(),
     }
 }
 
@@ -49,7 +53,10 @@ pub struct Trainee {
 impl Trainee {
     pub fn new(comm: Arc<dyn Communicator>, run: &str, dtype: DType) -> Self {
         let ep = parallel(comm);
-        let model = config().init(&ep, 5, &device()).unwrap().map(&mut Cast(dtype));
+        let model = config()
+            .init(&ep, 5, &device())
+            .unwrap()
+            .map(&mut Cast(dtype));
         Self {
             optimizer: OptimizerConfig::default().init(&model).unwrap(),
             model,
@@ -191,7 +198,11 @@ impl ModuleVisitor for MadeUp {
         };
         let name: usize = self.path.join(".").bytes().map(usize::from).sum();
         let values = (0..shape.num_elements()).map(|i| {
-            let expert = if self.experts { self.first_expert + i / each } else { 0 };
+            let expert = if self.experts {
+                self.first_expert + i / each
+            } else {
+                0
+            };
             let mixed = name * 31 + expert * 7919 + i % each * 17 + self.step as usize * 101;
             (mixed % 257) as f32 / 512.0 - 0.25
         });

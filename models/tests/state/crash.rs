@@ -107,7 +107,9 @@ impl Disk for Mortal {
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         self.operate()?;
-        self.life().renames.retain(|(_, to)| to.parent() != Some(path));
+        self.life()
+            .renames
+            .retain(|(_, to)| to.parent() != Some(path));
         FileSystem.sync_dir(path)
     }
 
@@ -137,7 +139,12 @@ impl Write for MortalFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let granted = self.disk.spend(bytes.len() as u64) as usize;
         self.file.write_all(&bytes[..granted])?;
-        *self.disk.life().unsynced.entry(self.path.clone()).or_default() += granted as u64;
+        *self
+            .disk
+            .life()
+            .unsynced
+            .entry(self.path.clone())
+            .or_default() += granted as u64;
         match granted == bytes.len() {
             true => Ok(granted),
             false => Err(io::Error::other("killed")),
@@ -191,8 +198,9 @@ fn a_save_that_ends_anywhere_leaves_the_checkpoint_before() {
     for ranks in [1, 2] {
         let before = tempdir().unwrap();
         saved(&StateFolder::new(before.path()), "a", ranks, &[1, 2]);
-        let expected: BTreeMap<u64, _> =
-            [2, 3].map(|step| (step, unbroken(ranks, step, DType::F32))).into();
+        let expected: BTreeMap<u64, _> = [2, 3]
+            .map(|step| (step, unbroken(ranks, step, DType::F32)))
+            .into();
 
         let whole = tempdir().unwrap();
         copy(before.path(), whole.path());
@@ -221,7 +229,10 @@ fn a_save_that_ends_anywhere_leaves_the_checkpoint_before() {
             let got = on_ranks(ranks, |comm| {
                 Trainee::load(comm, folder.path()).unwrap().weights()
             });
-            assert!(got == expected[&step], "killed after {end} of {total}: step {step}");
+            assert!(
+                got == expected[&step],
+                "killed after {end} of {total}: step {step}"
+            );
             // The next save puts things in order, from wherever it is.
             if i % 4 == 0 {
                 assert!(save_next(folder.path(), ranks, Arc::new(FileSystem)));

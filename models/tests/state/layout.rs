@@ -34,7 +34,10 @@ fn any_number_of_ranks_continues_to_the_bit() {
             });
             assert_eq!(got.len(), expected.len());
             for (name, bytes) in &expected {
-                assert!(got[name] == *bytes, "{dtype:?}, {from} to {to} ranks: {name}");
+                assert!(
+                    got[name] == *bytes,
+                    "{dtype:?}, {from} to {to} ranks: {name}"
+                );
             }
         }
     }
@@ -45,7 +48,10 @@ fn tensors(folder: &std::path::Path) -> Vec<(String, usize, String)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        if path.extension().is_some_and(|ending| ending == "safetensors") {
+        if path
+            .extension()
+            .is_some_and(|ending| ending == "safetensors")
+        {
             let bytes = fs::read(&path).unwrap();
             let file = path.file_name().unwrap().to_string_lossy().into_owned();
             for (name, view) in SafeTensors::deserialize(&bytes).unwrap().iter() {
@@ -73,7 +79,10 @@ fn everything_is_stored_once_and_shared_out() {
         of_kind.map(|(_, bytes, _)| *bytes).sum()
     };
     let parameters = sum("model/") / 4;
-    let expected: usize = unbroken(1, 0, DType::F32).values().map(|w| w.len() / 4).sum();
+    let expected: usize = unbroken(1, 0, DType::F32)
+        .values()
+        .map(|w| w.len() / 4)
+        .sum();
     assert_eq!(parameters, expected);
     let moments: usize = found
         .iter()
@@ -94,13 +103,22 @@ fn everything_is_stored_once_and_shared_out() {
     let of_first = |name: &str| name.contains(".experts.3.");
     let files: Vec<_> = found.iter().filter(|(name, ..)| of_first(name)).collect();
     assert!(!files.is_empty());
-    assert!(files.iter().all(|(.., file)| file.starts_with("rank-00000")));
+    assert!(
+        files
+            .iter()
+            .all(|(.., file)| file.starts_with("rank-00000"))
+    );
 }
 
 #[test]
 fn the_newest_are_kept() {
     let folder = tempdir().unwrap();
-    saved(&StateFolder::new(folder.path()).with_keep(2), "a", 2, &[1, 3, 4, 7]);
+    saved(
+        &StateFolder::new(folder.path()).with_keep(2),
+        "a",
+        2,
+        &[1, 3, 4, 7],
+    );
     let mut left: Vec<_> = fs::read_dir(folder.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -125,7 +143,9 @@ fn progress_ends_with_all_bytes() {
             last.set((done, total));
         };
         let rank = comm.rank();
-        saved.load(&config(), &parallel(comm), &device(), &note).unwrap();
+        saved
+            .load(&config(), &parallel(comm), &device(), &note)
+            .unwrap();
         let file = format!("rank-{rank:05}-of-00002.safetensors");
         let bytes = fs::metadata(saved.folder().join(file)).unwrap().len();
         assert_eq!(last.get(), (bytes, bytes));

@@ -67,7 +67,10 @@ fn truncated_and_damaged_files() {
     for len in [0, 1, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
         fs::write(&path, &whole[..len]).unwrap();
         let text = refusal(folder.path());
-        assert_names(&text, &[SECOND, &format!("{len} bytes"), &whole.len().to_string()]);
+        assert_names(
+            &text,
+            &[SECOND, &format!("{len} bytes"), &whole.len().to_string()],
+        );
     }
     for at in [3, 500, whole.len() / 2, whole.len() - 1] {
         let mut damaged = whole.clone();
@@ -82,7 +85,10 @@ fn truncated_and_damaged_files() {
     fs::remove_file(&path).unwrap();
     assert_names(&refusal(folder.path()), &[SECOND]);
     fs::write(&path, whole).unwrap();
-    assert_eq!(Trainee::load(solo(), folder.path()).unwrap().state, state("a", 4));
+    assert_eq!(
+        Trainee::load(solo(), folder.path()).unwrap().state,
+        state("a", 4)
+    );
 }
 
 /// Whichever rank it is that reads the damaged file, that rank's error is the one reported.
@@ -114,23 +120,38 @@ fn exchanged_and_foreign_files() {
     // Each in the other's place.
     fs::write(&first, &other_half).unwrap();
     fs::write(&second, &whole).unwrap();
-    assert_names(&refusal(folder.path()), &[FIRST, "rank 1 where rank 0 belongs"]);
+    assert_names(
+        &refusal(folder.path()),
+        &[FIRST, "rank 1 where rank 0 belongs"],
+    );
     fs::write(&second, &other_half).unwrap();
     // Of another step, and of another run.
     fs::copy(folder.path().join("step-00000002").join(FIRST), &first).unwrap();
-    assert_names(&refusal(folder.path()), &[FIRST, "step 2 where step 4 belongs"]);
+    assert_names(
+        &refusal(folder.path()),
+        &[FIRST, "step 2 where step 4 belongs"],
+    );
     fs::copy(other.path().join("step-00000004").join(FIRST), &first).unwrap();
-    assert_names(&refusal(folder.path()), &[FIRST, "run b where run a belongs"]);
+    assert_names(
+        &refusal(folder.path()),
+        &[FIRST, "run b where run a belongs"],
+    );
     // Even when the manifest has its checksum.
     forge(&newest, FIRST, 0);
-    assert_names(&refusal(folder.path()), &[FIRST, "run b where run a belongs"]);
+    assert_names(
+        &refusal(folder.path()),
+        &[FIRST, "run b where run a belongs"],
+    );
     // A manifest of another step.
     fs::write(&first, &whole).unwrap();
     let of_other = folder.path().join("step-00000002/manifest.json");
     fs::copy(of_other, newest.join("manifest.json")).unwrap();
     assert_names(&refusal(&newest), &[FIRST, "step 4 where step 2 belongs"]);
     // No file of a training run at all.
-    let stranger = safetensors::serialize(Vec::<(String, safetensors::tensor::TensorView)>::new(), None);
+    let stranger = safetensors::serialize(
+        Vec::<(String, safetensors::tensor::TensorView)>::new(),
+        None,
+    );
     fs::write(&first, stranger.unwrap()).unwrap();
     assert_names(&refusal(&newest), &[FIRST, "run none where run a belongs"]);
 }
@@ -157,18 +178,33 @@ fn manifests() {
         let text = edited(&|m| m["shards"][1]["file"] = json!(name));
         assert_names(&text, &["manifest.json", name, SECOND]);
     }
-    assert_names(&edited(&|m| m["ranks"] = json!(0)), &["manifest.json", "0 ranks"]);
+    assert_names(
+        &edited(&|m| m["ranks"] = json!(0)),
+        &["manifest.json", "0 ranks"],
+    );
     assert_names(&edited(&|m| m["ranks"] = json!(3)), &["2 files of 3 ranks"]);
-    assert_names(&edited(&|m| m["position"] = json!(17)), &[FIRST, "position 16"]);
-    assert_names(&edited(&|m| m["step"] = json!(5)), &[FIRST, "step 4 where step 5"]);
-    assert_names(&edited(&|m| m["extra"] = json!(1)), &["manifest.json", "extra"]);
+    assert_names(
+        &edited(&|m| m["position"] = json!(17)),
+        &[FIRST, "position 16"],
+    );
+    assert_names(
+        &edited(&|m| m["step"] = json!(5)),
+        &[FIRST, "step 4 where step 5"],
+    );
+    assert_names(
+        &edited(&|m| m["extra"] = json!(1)),
+        &["manifest.json", "extra"],
+    );
     let text = edited(&|m| m["config"]["d_model"] = json!(48));
     assert_names(&text, &["config.d_model is 32, allowed: 48"]);
     // Without one, the checkpoint before is the newest.
     fs::remove_file(&path).unwrap();
     assert_eq!(SavedState::open(folder.path()).unwrap().step(), 2);
     assert_names(&refusal(&newest), &["step-00000004", "no manifest.json"]);
-    assert_names(&refusal(&folder.path().join("absent")), &["absent", "no such folder"]);
+    assert_names(
+        &refusal(&folder.path().join("absent")),
+        &["absent", "no such folder"],
+    );
     let empty = tempdir().unwrap();
     assert_names(&refusal(empty.path()), &["no complete checkpoint"]);
 }
@@ -203,13 +239,22 @@ fn forged_headers() {
     let name = "model/layers.1.feed_forward.Moe.experts.0.gate_up";
     let shape = format!("\"{name}\":{{\"dtype\":\"F32\",\"shape\":[32,48]");
     let text_of = |to: &str| swapped(&shape, &shape.replace("\"F32\",\"shape\":[32,48]", to));
-    assert_names(&text_of("\"F32\",\"shape\":[48,32]"), &[FIRST, name, "[48, 32]"]);
+    assert_names(
+        &text_of("\"F32\",\"shape\":[48,32]"),
+        &[FIRST, name, "[48, 32]"],
+    );
     assert_names(&text_of("\"F64\",\"shape\":[16,48]"), &[FIRST, name, "F64"]);
     assert_names(&text_of("\"U32\",\"shape\":[32,48]"), &[FIRST, name, "U32"]);
     assert_names(&swapped(name, "model/nonsense"), &[name, "missing"]);
     let moment = "optimizer/layers.1.feed_forward.Moe.experts.0.gate_up/moment_1";
     let text = swapped(moment, &moment.replace("moment_1", "moment_9"));
-    assert_names(&text, &["optimizer/layers.1.feed_forward.Moe.experts.1.gate_up", "moment_9"]);
+    assert_names(
+        &text,
+        &[
+            "optimizer/layers.1.feed_forward.Moe.experts.1.gate_up",
+            "moment_9",
+        ],
+    );
     let text = swapped(moment, "optimizer/nonsense/moment_1");
     assert_names(&text, &["optimizer/"]);
     let history = swapped("history/loss", "histories/loss");
@@ -225,9 +270,17 @@ fn another_model_other_settings_another_optimizer() {
     let mut other = config();
     other.num_experts = 32;
     let text = opened.check(&other, &settings).unwrap_err().to_string();
-    assert_names(&text, &["step-00000004", "config.num_experts is 32, allowed: 16"]);
+    assert_names(
+        &text,
+        &["step-00000004", "config.num_experts is 32, allowed: 16"],
+    );
     let refused = |settings: BTreeMap<String, String>| match opened.check(&config(), &settings) {
-        Err(StateError::Setting { setting, saved, given, .. }) => [setting, saved, given],
+        Err(StateError::Setting {
+            setting,
+            saved,
+            given,
+            ..
+        }) => [setting, saved, given],
         other => panic!("{other:?}"),
     };
     let lr = |value: &str| ("--lr".to_owned(), value.to_owned());
@@ -243,7 +296,10 @@ fn another_model_other_settings_another_optimizer() {
         let loaded = opened.load(&config(), &ep, &device(), QUIET).unwrap();
         // Plain AdamW names its moments otherwise.
         let error = loaded.optimizer(AdamWConfig::new().init()).err().unwrap();
-        assert_names(&error.to_string(), &["step-00000004", "the optimizer takes"]);
+        assert_names(
+            &error.to_string(),
+            &["step-00000004", "the optimizer takes"],
+        );
     })
     .unwrap();
 }

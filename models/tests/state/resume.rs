@@ -140,7 +140,10 @@ fn another_number_of_ranks_has_the_same_losses_up_to_order() {
     for (ranks, until) in [(4, 2), (2, 4), (1, 6), (8, STEPS)] {
         let losses = train(ranks, until, 2, &states, None).unwrap();
         for (step, (a, b)) in losses.iter().zip(&unbroken).enumerate() {
-            assert!((a - b).abs() < 1e-4 * b, "step {step} on {ranks} ranks: {a} and {b}");
+            assert!(
+                (a - b).abs() < 1e-4 * b,
+                "step {step} on {ranks} ranks: {a} and {b}"
+            );
         }
     }
 }
@@ -153,7 +156,9 @@ fn whatever_rank_is_lost_no_saved_step_is() {
     let unbroken = train(4, STEPS, 99, &StateFolder::new(elsewhere.path()), None).unwrap();
     let mut random = 12345u64;
     let mut draw = |below: u64| {
-        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        random = random
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
         (random >> 33) % below
     };
     for save_every in [1, 2, 3] {
@@ -170,13 +175,20 @@ fn whatever_rank_is_lost_no_saved_step_is() {
                 behind_forward: draw(2) == 0,
             };
             let error = train(4, STEPS, save_every, &states, Some(death)).unwrap_err();
-            assert!(error.to_string().contains(&format!("rank {}", death.rank)), "{error}");
+            assert!(
+                error.to_string().contains(&format!("rank {}", death.rank)),
+                "{error}"
+            );
             let expected = death.step / save_every * save_every;
             let newest = states.newest().unwrap();
             let newest = newest.map_or(0, |path| SavedState::open(&path).unwrap().step());
             assert_eq!(newest, expected, "lost at step {}", death.step);
         }
         let resumed = train(4, STEPS, save_every, &states, None).unwrap();
-        assert_eq!(bits(&resumed), bits(&unbroken), "saved every {save_every} steps");
+        assert_eq!(
+            bits(&resumed),
+            bits(&unbroken),
+            "saved every {save_every} steps"
+        );
     }
 }
