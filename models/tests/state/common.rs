@@ -114,6 +114,16 @@ impl Trainee {
     }
 }
 
+pub type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
+/// An error as a rank hands it over: a lost rank as such, so that the rank that failed is told.
+pub fn of_rank(error: StateError) -> AnyError {
+    match error {
+        StateError::Comm(error) => error.into(),
+        error => error.into(),
+    }
+}
+
 /// Runs `f` on each rank and joins the weights that they return.
 pub fn on_ranks(
     ranks: usize,
@@ -153,7 +163,7 @@ pub fn saved(folder: &StateFolder, run: &str, ranks: usize, steps: &[u64]) {
     .unwrap();
 }
 
-/// Makes parameters of another type, but those of routers.
+/// Makes parameters of another type.
 struct Cast(DType);
 
 impl ModuleMapper for Cast {
@@ -161,7 +171,8 @@ impl ModuleMapper for Cast {
         let dtype = self.0;
         param.map(|tensor| {
             let requires_grad = tensor.is_require_grad();
-            tensor.detach().cast(dtype).set_require_grad(requires_grad)
+            let narrow = tensor.inner().cast(dtype).autodiff();
+            narrow.set_require_grad(requires_grad)
         })
     }
 }

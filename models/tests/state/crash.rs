@@ -170,10 +170,9 @@ const KEEP: usize = 2;
 fn save_next(path: &Path, ranks: usize, disk: Arc<dyn Disk>) -> bool {
     let states = StateFolder::new(path).with_keep(KEEP).with_disk(disk);
     let result = try_run_ranks(ranks, RankOptions::default(), |comm| {
-        let mut trainee = Trainee::load(comm, path)?;
+        let mut trainee = Trainee::load(comm, path).map_err(of_rank)?;
         trainee.step();
-        trainee.save(&states)?;
-        Ok(())
+        trainee.save(&states).map_err(of_rank)
     });
     result.is_ok()
 }
@@ -191,7 +190,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Every file operation of a save and one byte into every write; with files that had been waited for,
+/// Before and into every file operation of a save, and at many bytes between; with the process gone,
 /// and with the power gone. Steps 1 and 2 are there, 3 is saved and 1 removed.
 #[test]
 fn a_save_that_ends_anywhere_leaves_the_checkpoint_before() {
@@ -209,11 +208,11 @@ fn a_save_that_ends_anywhere_leaves_the_checkpoint_before() {
         let total = disk.life().used;
         let mut ends: Vec<u64> = disk.life().boundaries.clone();
         ends.extend(ends.clone().iter().map(|end| end + 1));
-        ends.extend((0..12).map(|i| total * i / 12));
+        ends.extend((0..24).map(|i| total * i / 24));
         ends.sort_unstable();
         ends.dedup();
         ends.retain(|end| *end < total);
-        assert!(ends.len() > 30, "{ends:?}");
+        assert!(ends.len() > 40, "{ends:?}");
 
         let mut after = BTreeMap::new();
         for (i, end) in ends.iter().enumerate() {
@@ -249,7 +248,7 @@ fn a_save_that_ends_anywhere_leaves_the_checkpoint_before() {
                 }
             }
         }
-        assert!(after[&2] > 20 && after[&3] > 2, "{after:?}");
+        assert!(after[&2] > 30 && after[&3] > 2, "{after:?}");
     }
 }
 
@@ -265,7 +264,7 @@ fn what_is_not_of_a_save_is_not_removed() {
     let states = StateFolder::new(folder.path());
     let error = {
         let result = try_run_ranks(1, RankOptions::default(), |comm| {
-            Ok(Trainee::new(comm, "a", DType::F32).save(&states)?)
+            Trainee::new(comm, "a", DType::F32).save(&states)
         });
         format!("{:?}", result.unwrap_err())
     };

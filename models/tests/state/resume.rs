@@ -35,9 +35,9 @@ fn train(
     death: Option<Death>,
 ) -> Result<Vec<f64>, RanksError> {
     let newest = states.newest().unwrap();
-    let run = |comm: Arc<dyn Communicator>| -> Result<Vec<f64>, Box<dyn std::error::Error + Send + Sync>> {
+    let run = |comm: Arc<dyn Communicator>| -> Result<Vec<f64>, AnyError> {
         let mut trainee = match &newest {
-            Some(path) => Trainee::load(comm.clone(), path)?,
+            Some(path) => Trainee::load(comm.clone(), path).map_err(of_rank)?,
             None => {
                 let ep = parallel(comm.clone());
                 let model = config().init(&ep, 1, &device())?;
@@ -66,10 +66,16 @@ fn train(
             let own = BATCH * rank / ranks..BATCH * (rank + 1) / ranks;
             let first = trainee.state.position as usize;
             let sequences: Vec<Vec<u32>> = own
-                .map(|i| (0..=LENGTH).map(|t| ((first + i) * 31 + t * t * 7) as u32 % 256).collect())
+                .map(|i| {
+                    (0..=LENGTH)
+                        .map(|t| ((first + i) * 5 + t * t) as u32 % 16)
+                        .collect()
+                })
                 .collect();
             let inputs = TokenBatch::new(sequences.iter().map(|s| &s[..LENGTH]));
-            let targets = sequences.iter().flat_map(|s| s[1..].iter().map(|id| *id as i32));
+            let targets = sequences
+                .iter()
+                .flat_map(|s| s[1..].iter().map(|id| *id as i32));
             let targets: Vec<i32> = targets.collect();
             let tokens = targets.len();
             let targets = TensorData::new(targets, [tokens, 1]);
@@ -94,9 +100,13 @@ fn train(
             let state = &mut trainee.state;
             state.step += 1;
             state.position += BATCH as u64;
-            state.history.entry("loss".into()).or_default().push(loss[0]);
+            state
+                .history
+                .entry("loss".into())
+                .or_default()
+                .push(loss[0]);
             if state.step.is_multiple_of(save_every) {
-                trainee.save(states)?;
+                trainee.save(states).map_err(of_rank)?;
             }
         }
         Ok(trainee.state.history["loss"].clone())
