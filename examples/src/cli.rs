@@ -14,6 +14,7 @@ use burn_moe::parallel::{Balance, ParallelError};
 use burn_moe_models::checkpoint::CheckpointError;
 use burn_moe_models::hf::HfError;
 use burn_moe_models::pretrained::PretrainedError;
+use burn_moe_models::state::StateError;
 use burn_moe_models::{GenerateError, ModelConfig, ModelError};
 use clap::{Args, ValueEnum};
 
@@ -206,11 +207,7 @@ pub fn check(
     if allowed {
         return Ok(());
     }
-    Err(CliError::Option(ConfigError {
-        field: option,
-        value: value.to_string(),
-        allowed: what(),
-    }))
+    Err(CliError::option(option, value, what()))
 }
 
 /// Why a binary ends without result.
@@ -242,6 +239,9 @@ pub enum CliError {
         /// Why not.
         message: String,
     },
+    /// The state of a run cannot be read or written.
+    #[error(transparent)]
+    State(StateError),
     /// Expert parallelism refuses its settings.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
@@ -255,6 +255,16 @@ pub enum CliError {
         path: PathBuf,
         /// Why.
         source: std::io::Error,
+    },
+    /// The loss or the gradients are no numbers any more.
+    #[error("step {step}: {what} is {value}; a lower --lr, --warmup or --clip may help")]
+    Diverged {
+        /// The step, from 1 on.
+        step: usize,
+        /// What is not finite.
+        what: &'static str,
+        /// Its value.
+        value: f64,
     },
     /// A rank failed while running.
     #[error(transparent)]
@@ -279,11 +289,34 @@ impl From<HfError> for CliError {
     }
 }
 
+impl From<StateError> for CliError {
+    fn from(error: StateError) -> Self {
+        match error {
+            // So that the error of the rank that failed is told, not this one.
+            StateError::Comm(error) => error.into(),
+            error => Self::State(error),
+        }
+    }
+}
+
 impl CliError {
+    /// A value of an option that is not allowed.
+    pub fn option(field: &'static str, value: impl ToString, allowed: String) -> Self {
+        Self::Option(ConfigError {
+            field,
+            value: value.to_string(),
+            allowed,
+        })
+    }
+
     /// 2 for wrong input, 1 for a failure while running.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Ranks(RanksError::Failed(_)) | Self::Comm(_) | Self::Write { .. } => 1,
+            Self::Ranks(RanksError::Failed(_))
+            | Self::Comm(_)
+            | Self::Write { .. }
+            | Self::State(StateError::Io { .. })
+            | Self::Diverged { .. } => 1,
             _ => 2,
         }
     }

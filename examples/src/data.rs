@@ -1,4 +1,4 @@
-//! Text to train on: bytes of files, in an order that the seed decides.
+//! Text to train on: bytes of files, in an order that the seed decides, or the tokens they become.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
+use tokenizers::Tokenizer;
+use twox_hash::XxHash3_128;
 
 /// Bytes taken from one file at most, so that a batch or two see one file and the next another.
 const MOST_OF_A_FILE: usize = 32 << 10;
@@ -35,6 +37,14 @@ pub enum DataError {
         /// Bytes that one step needs.
         needed: usize,
     },
+    /// The text cannot be turned into tokens of the model.
+    #[error("--data: {source_name}: {message}")]
+    Tokens {
+        /// Where the text comes from.
+        source_name: String,
+        /// What is wrong.
+        message: String,
+    },
     /// The default data is not on this machine.
     #[error(
         "no sources of this workspace's dependencies found ({searched}); name some text by \
@@ -46,10 +56,12 @@ pub enum DataError {
     },
 }
 
-/// Bytes to train on.
+/// Tokens to train on.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     bytes: Vec<u8>,
+    /// What the bytes are as tokens of a tokenizer; without one each byte is a token.
+    tokens: Option<Vec<u32>>,
     /// Where they come from, for the report.
     pub source: String,
 }
@@ -91,6 +103,7 @@ impl Corpus {
         }
         Ok(Self {
             bytes,
+            tokens: None,
             source: path.display().to_string(),
         })
     }
@@ -118,30 +131,80 @@ impl Corpus {
         }
         Ok(Self {
             bytes,
+            tokens: None,
             source: format!("sources of {} crates pinned in Cargo.lock", packages.len()),
         })
     }
 
-    /// Sequences `first..first + count` of `length` inputs each, with one more byte as the last
+    /// The same text as tokens of `tokenizer`, at most `wanted`, without special ones.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer refuses the text, gives fewer than `needed` tokens, or one that is not
+    /// below `vocabulary`.
+    pub fn tokens(
+        self,
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        wanted: usize,
+        needed: usize,
+    ) -> Result<Self, DataError> {
+        let fault = |message: String| DataError::Tokens {
+            source_name: self.source.clone(),
+            message,
+        };
+        let text = String::from_utf8_lossy(&self.bytes);
+        let encoding = tokenizer
+            .encode_fast(text.as_ref(), false)
+            .map_err(|error| fault(format!("the tokenizer refuses it: {error}")))?;
+        let mut ids = encoding.get_ids().to_vec();
+        ids.truncate(wanted);
+        if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
+            return Err(fault(format!(
+                "the tokenizer gives id {id}, the model has {vocabulary}"
+            )));
+        }
+        if ids.len() < needed {
+            return Err(fault(format!(
+                "{} tokens (at least {needed} are needed)",
+                ids.len()
+            )));
+        }
+        Ok(Self {
+            tokens: Some(ids),
+            ..self
+        })
+    }
+
+    /// Sequences `first..first + count` of `length` inputs each, with one more token as the last
     /// target. Neighbours are neighbours in the text.
     pub fn sequences(&self, first: usize, count: usize, length: usize) -> Vec<Vec<u32>> {
+        let token = |at: usize| match &self.tokens {
+            Some(tokens) => tokens[at % tokens.len()],
+            None => u32::from(self.bytes[at % self.bytes.len()]),
+        };
         (first..first + count)
-            .map(|sequence| {
-                (0..=length)
-                    .map(|i| u32::from(self.bytes[(sequence * length + i) % self.bytes.len()]))
-                    .collect()
-            })
+            .map(|sequence| (0..=length).map(|i| token(sequence * length + i)).collect())
             .collect()
     }
 
-    /// How many bytes there are.
-    pub fn len(&self) -> usize {
-        self.bytes.len()
+    /// Of all tokens, to find out whether another run has the same: XXH3, 128 bits.
+    pub fn checksum(&self) -> String {
+        let mut hash = XxHash3_128::new();
+        hash.write(&self.bytes);
+        for token in self.tokens.iter().flatten() {
+            hash.write(&token.to_le_bytes());
+        }
+        format!("{:032x}", hash.finish_128())
     }
 
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
+    /// Where it comes from and how much it is, to be shown.
+    pub fn describe(&self) -> String {
+        let kib = self.bytes.len() / 1024;
+        match &self.tokens {
+            Some(tokens) => format!("{} ({kib} KiB, {} tokens)", self.source, tokens.len()),
+            None => format!("{} ({kib} KiB)", self.source),
+        }
     }
 }
 

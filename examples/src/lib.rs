@@ -5,4 +5,5 @@ pub mod data;
 pub mod page;
 pub mod prefill;
 pub mod report;
+mod tokenizer;
 pub mod train;

@@ -32,10 +32,31 @@ pub struct TrainReport {
     pub seed: u64,
     /// Optimizer steps.
     pub steps: usize,
+    /// Steps that were done when the run was resumed. Losses and norms are those of all steps,
+    /// everything else is of the steps after these.
+    pub first_step: usize,
     /// Sequences of a step.
     pub batch: usize,
     /// Tokens of a sequence.
     pub sequence_length: usize,
+    /// Micro-batches of a step.
+    pub accumulate: usize,
+    /// Whether activations were recomputed in the backward pass.
+    pub checkpointing: bool,
+    /// Type of the weights: `f32` or `bf16`.
+    pub dtype: &'static str,
+    /// Highest learning rate.
+    pub lr: f64,
+    /// `constant` or `cosine`.
+    pub schedule: &'static str,
+    /// Steps in which the learning rate rose.
+    pub warmup: usize,
+    /// Weight decay of AdamW.
+    pub weight_decay: f64,
+    /// Largest norm of the gradients, if it was limited.
+    pub clip: Option<f64>,
+    /// What a token is: `byte`, or `token` of a tokenizer.
+    pub unit: &'static str,
     /// `wall` or `critical-path`: what all times and rates are.
     pub timing: &'static str,
     /// Where the text comes from.
@@ -124,8 +145,10 @@ pub struct Continuation {
 pub struct RunReport {
     /// `none`, `exact` or `ideal`.
     pub balance: &'static str,
-    /// Bits per byte of each step.
+    /// Bits per token of each step.
     pub loss: Vec<f64>,
+    /// Norm of all gradients of each step, before clipping; empty without a limit.
+    pub grad_norm: Vec<f64>,
     /// Seconds of each step.
     pub step_seconds: Vec<f64>,
     /// Tokens of a step by the median of its seconds.
@@ -196,7 +219,7 @@ pub struct LayerSummary {
     pub bytes_dispatched_per_step: f64,
     /// Mean bytes of expert weights sent between ranks in a forward pass, all layers and ranks.
     pub bytes_replicated_per_step: f64,
-    /// MoE layers, in the order of the next two.
+    /// MoE layers, in the order of the next two; with accumulation, once for each micro-batch.
     pub layers: Vec<u32>,
     /// Imbalance before and after, of each step and layer.
     pub imbalance: Vec<Vec<[f64; 2]>>,

@@ -1,125 +1,24 @@
 //! Training over ranks, several balancers side by side on the same batches.
 
+mod args;
+mod memory;
 mod progress;
 mod rank;
+mod states;
+mod subject;
 
-use std::collections::HashSet;
-use std::path::PathBuf;
-
-use burn_moe_models::{ModelConfig, checkpoint};
-use clap::Args;
 use comfy_table::Table;
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 
-use crate::cli::{BalanceArg, CliError, RankArgs, check};
-use crate::data::Corpus;
+use crate::cli::{BalanceArg, CliError};
 use crate::page;
 use crate::report::{self, LayerSummary, RunReport, StepStats, Summary, TrainReport, spread};
+pub use args::{DtypeArg, OptimizerArgs, ScheduleArg, TrainArgs};
 use progress::Progress;
 use rank::RankOutcome;
-
-/// Options of `train`.
-#[derive(Debug, Clone, Args)]
-pub struct TrainArgs {
-    /// Named config (tiny, smoke) or a JSON file with all fields of one.
-    #[arg(long, default_value = "tiny")]
-    pub config: String,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub ranks: RankArgs,
-    /// Balancers to run side by side on the same batches.
-    #[arg(long, value_delimiter = ',', default_value = "none,exact,ideal")]
-    pub balance: Vec<BalanceArg>,
-    /// Optimizer steps.
-    #[arg(long, default_value_t = 50)]
-    pub steps: usize,
-    /// Seed of weights and data.
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// Sequences of a step, over all ranks.
-    #[arg(long, default_value_t = 16)]
-    pub batch: usize,
-    /// Tokens of a sequence.
-    #[arg(long, default_value_t = 128)]
-    pub sequence_length: usize,
-    /// Learning rate at the start; falls to a tenth along a cosine.
-    #[arg(long, default_value_t = 3e-3)]
-    pub lr: f64,
-    /// Step of the routers' selection bias.
-    #[arg(long, default_value_t = 1e-3)]
-    pub bias_speed: f64,
-    /// Weight of the sequence-wise auxiliary loss.
-    #[arg(long, default_value_t = 1e-4)]
-    pub aux_loss: f64,
-    /// Text to train on, a file or a folder. Default: the sources of this workspace's dependencies.
-    #[arg(long)]
-    pub data: Option<PathBuf>,
-    /// Folder for report.json and report.html.
-    #[arg(long, default_value = "target/train-report")]
-    pub report: PathBuf,
-    /// Folder to save the first balancer's model to.
-    #[arg(long)]
-    pub checkpoint: Option<PathBuf>,
-    /// File to save the first balancer's routing to, as safetensors (ids [layers, tokens, k]).
-    #[arg(long)]
-    pub save_routing: Option<PathBuf>,
-}
-
-impl TrainArgs {
-    fn validate(&self, model: &ModelConfig) -> Result<(), CliError> {
-        self.ranks.validate(model)?;
-        let one_or_more = || "1 or more".to_owned();
-        check(self.steps > 0, "--steps", self.steps, one_or_more)?;
-        check(
-            self.batch >= self.ranks.ranks,
-            "--batch",
-            self.batch,
-            || format!("at least one sequence a rank ({})", self.ranks.ranks),
-        )?;
-        check(
-            (1..=model.max_sequence_length).contains(&self.sequence_length),
-            "--sequence-length",
-            self.sequence_length,
-            || {
-                format!(
-                    "1 to the config's max_sequence_length ({})",
-                    model.max_sequence_length
-                )
-            },
-        )?;
-        check(self.lr > 0.0 && self.lr <= 1.0, "--lr", self.lr, || {
-            "more than 0, at most 1".into()
-        })?;
-        for (option, value) in [
-            ("--bias-speed", self.bias_speed),
-            ("--aux-loss", self.aux_loss),
-        ] {
-            check(value.is_finite() && value >= 0.0, option, value, || {
-                "0 or more".into()
-            })?;
-        }
-        check(
-            self.balance.iter().collect::<HashSet<_>>().len() == self.balance.len(),
-            "--balance",
-            self.balance
-                .iter()
-                .map(|b| b.name())
-                .collect::<Vec<_>>()
-                .join(","),
-            || "each of none, exact, ideal at most once".into(),
-        )?;
-        check(model.vocab_size >= 256, "--config", &self.config, || {
-            format!(
-                "configs with a vocab_size of 256 or more, bytes are the vocabulary (it has {})",
-                model.vocab_size
-            )
-        })
-    }
-
-    fn tokens_per_step(&self) -> usize {
-        self.batch * self.sequence_length
-    }
-}
+pub use states::StateArgs;
+use states::States;
+use subject::Subject;
 
 /// Trains, prints the table, and writes the report.
 ///
@@ -127,40 +26,52 @@ impl TrainArgs {
 ///
 /// When an option, the config or the data is not usable, a rank fails, or a file cannot be written.
 pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
-    let model = ModelConfig::resolve(&args.config)?;
-    args.validate(&model)?;
-    if let Some(folder) = &args.checkpoint {
-        checkpoint::check_target(folder, &model)?;
-    }
-    let needed = args.tokens_per_step();
-    let corpus = Corpus::read(
-        args.data.as_deref(),
-        args.steps * needed + 1,
-        (args.sequence_length + 1).min(needed),
-        args.seed,
-    )?;
+    let subject = Subject::open(args)?;
+    let device = args.device()?;
+    memory::check_memory(args, &subject.config, &device)?;
+    let corpus = subject.corpus(args)?;
     println!(
-        "{} on {} ({} KiB), {} ranks, {} slots, {} timing",
-        args.config,
-        corpus.source,
-        corpus.len() / 1024,
+        "{} on {}, {} ranks, {} slots, {} timing",
+        subject.name,
+        corpus.describe(),
         args.ranks.ranks,
         args.ranks.slots,
         args.ranks.timing().name(),
     );
-    let progress = Progress::new(args.steps, &args.balance);
-    let outcomes = args
-        .ranks
-        .run(|comm| rank::run(args, &model, &corpus, &progress, comm))?;
+    if args.scale.is_some() || args.layers.is_some() {
+        let config = serde_json::to_string_pretty(&subject.config);
+        println!("{}", config.unwrap_or_default());
+    }
+    if subject.folder().is_some() && subject.unit() == "byte" {
+        println!(
+            "no tokenizer.json in {}: bytes are the tokens",
+            subject.name
+        );
+    }
+    let states = States::open(args, &subject.config, &corpus)?;
+    let first_step = states.as_ref().map_or(0, States::steps_done);
+    let progress = Progress::new(first_step, args.steps, &args.balance, subject.unit());
+    let run = rank::Run {
+        args,
+        subject: &subject,
+        corpus: &corpus,
+        states: states.as_ref(),
+        progress: &progress,
+        device: &device,
+    };
+    let outcomes = args.ranks.run(|comm| rank::run(&run, comm))?;
     progress.finish();
     if let Some(path) = &args.save_routing {
         let records: Vec<_> = outcomes
             .iter()
             .map(|rank| rank.routing.as_slice())
             .collect();
-        report::save_routing(path, &model, &records)?;
+        report::save_routing(path, &subject.config, &records)?;
     }
-    let report = summarise(args, model, corpus.source, outcomes);
+    if let Some(folder) = &args.save {
+        println!("model: {}", folder.display());
+    }
+    let report = summarise(args, first_step, subject, corpus.source, outcomes);
     println!("{}", table(&report));
     let page = report::write(&args.report, &report, &page::train(&report))?;
     println!("report: {}", page.display());
@@ -169,7 +80,8 @@ pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
 
 fn summarise(
     args: &TrainArgs,
-    config: ModelConfig,
+    first_step: usize,
+    subject: Subject,
     data: String,
     mut outcomes: Vec<RankOutcome>,
 ) -> TrainReport {
@@ -181,7 +93,7 @@ fn summarise(
         .collect();
     let runs = (0..args.balance.len())
         .map(|run| {
-            let steps: Vec<StepStats> = (0..args.steps)
+            let steps: Vec<StepStats> = (0..args.steps - first_step)
                 .map(|step| {
                     outcomes
                         .iter_mut()
@@ -193,6 +105,7 @@ fn summarise(
             RunReport {
                 balance: args.balance[run].name(),
                 loss: outcomes[0].runs[run].loss.clone(),
+                grad_norm: outcomes[0].runs[run].grad_norm.clone(),
                 step_seconds: seconds[run].clone(),
                 tokens_per_second: args.tokens_per_step() as f64 / median,
                 ratio_to_ideal: ideal.map(|ideal| {
@@ -208,16 +121,26 @@ fn summarise(
         })
         .collect();
     TrainReport {
-        config,
-        config_name: args.config.clone(),
+        unit: subject.unit(),
+        config: subject.config,
+        config_name: subject.name,
         parameters: outcomes[0].parameters,
         ranks: args.ranks.ranks,
         slots: args.ranks.slots,
         planner: args.ranks.planner.clone(),
         seed: args.seed,
         steps: args.steps,
+        first_step,
         batch: args.batch,
         sequence_length: args.sequence_length,
+        accumulate: args.accumulate,
+        checkpointing: args.checkpointing,
+        dtype: args.dtype.name(),
+        lr: args.optimizer.lr,
+        schedule: args.optimizer.schedule.name(),
+        warmup: args.optimizer.warmup,
+        weight_decay: args.optimizer.weight_decay,
+        clip: args.optimizer.clip,
         timing: args.ranks.timing().name(),
         data,
         runs,
@@ -226,9 +149,10 @@ fn summarise(
 
 fn table(report: &TrainReport) -> Table {
     let mut table = Table::new();
+    let loss = format!("bits/{}\nfirst -> last", report.unit);
     table.load_preset(UTF8_FULL_CONDENSED).set_header([
         "balance",
-        "bits/byte\nfirst -> last",
+        &loss,
         "tokens/s",
         "ratio to\nideal",
         "imbalance before\nmean / p95 / max",

@@ -2,6 +2,7 @@ mod family;
 mod fields;
 mod json;
 mod named;
+mod scale;
 
 use std::path::{Path, PathBuf};
 
@@ -10,6 +11,8 @@ use burn_moe::parallel::ParallelError;
 use serde::{Deserialize, Serialize};
 
 use crate::attention::AttentionConfig;
+
+pub use scale::{Scale, ScaleError};
 
 /// A decoder put together from parts: attention of some kind, a few dense layers, then
 /// mixture-of-experts layers.

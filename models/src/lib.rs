@@ -14,9 +14,13 @@ pub mod hf;
 mod module_path;
 mod parameters;
 pub mod pretrained;
+#[cfg(feature = "autodiff")]
+pub mod state;
+#[cfg(feature = "autodiff")]
+pub mod train;
 
 pub use cache::{CacheError, KvCache};
-pub use config::{ModelConfig, ModelError};
+pub use config::{ModelConfig, ModelError, Scale, ScaleError};
 pub use counts::ParameterCounts;
 pub use decoder::{Block, Decoder, DecoderOutput, FeedForwardKind, LogitsOf, TokenBatch};
 pub use generate::{GenerateError, GenerateOptions, Generation};

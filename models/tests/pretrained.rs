@@ -258,3 +258,26 @@ fn changed_models_are_saved_with_their_new_values() {
         }
     }
 }
+
+/// A folder with something else is left alone, and every rank is told.
+#[test]
+fn occupied_folders_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("to");
+    std::fs::create_dir(&to).unwrap();
+    std::fs::write(to.join("thesis.tex"), "mine").unwrap();
+    let from = fixture("mixtral");
+    let messages = run_ranks(2, RankOptions::default(), |comm| {
+        let ep = ExpertParallel::new(comm, ParallelOptions::default()).unwrap();
+        let folder = Folder::open(&from).unwrap();
+        let config = pretrained::read_config(&folder).unwrap();
+        let decoder = pretrained::load(&config, &ep, &folder, &Device::flex()).unwrap();
+        let layout = Layout::of(&folder).unwrap();
+        let saved = pretrained::save(&decoder, &config, &ep, &layout, &to, 0);
+        saved.unwrap_err().to_string()
+    })
+    .unwrap();
+    assert!(messages[0].contains("thesis.tex"), "{}", messages[0]);
+    assert!(messages[1].contains("rank 0"), "{}", messages[1]);
+    assert_eq!(std::fs::read(to.join("thesis.tex")).unwrap(), b"mine");
+}

@@ -343,7 +343,12 @@ fn a_parameter_without_gradient_on_one_rank_gets_the_sum() {
                 .for_each(|(sum, grad)| *sum += grad);
         }
         for (_, after) in &results {
-            let grad = after[part].as_ref().expect("a gradient");
+            // What no rank has a gradient of is left alone, as on one rank.
+            let Some(grad) = after[part].as_ref() else {
+                assert_eq!(part, 2, "a gradient");
+                continue;
+            };
+            assert_ne!(part, 2, "a gradient from nowhere");
             assert_close("gradient", grad, &sum, 1e-6);
             assert_eq!(after[part], results[0].1[part], "not the same bits");
         }

@@ -62,9 +62,11 @@ fn one_hot(ids: &Tensor<2, Int>, like: &Tensor<2>) -> Tensor<2> {
     let ids = ids.clone().inner();
     let ones = Tensor::ones(ids.dims(), (&zeros.device(), zeros.dtype()));
     let chosen = zeros.scatter(1, ids, ones, burn::tensor::IndexingUpdateOp::Add);
-    if like.is_autodiff() {
-        chosen.autodiff()
-    } else {
-        chosen
+    #[cfg(feature = "autodiff")]
+    if let Some(strategy) = like.gradient_checkpointing_strategy() {
+        return chosen
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy);
     }
+    chosen
 }

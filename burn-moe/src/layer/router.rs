@@ -267,7 +267,9 @@ impl Router {
             ScoreFunction::Sigmoid => sigmoid(logits.clone()),
         };
         let ids = select(scores.clone().inner());
-        let weights = scores.clone().gather(1, on_device_of(ids.clone(), &scores));
+        let weights = scores
+            .clone()
+            .gather(1, ids.clone().to_device(&scores.device()));
         let weights = if self.norm_topk_prob {
             let sum = weights.clone().sum_dim(1) + NORM_EPSILON;
             weights / sum
@@ -327,13 +329,4 @@ fn spreading_stride(experts: usize) -> usize {
     (experts * 618 / 1000..)
         .find(|stride| common(*stride, experts) == 1)
         .unwrap_or(1)
-}
-
-/// Ids chosen outside of the graph, to be used inside of it.
-fn on_device_of(ids: Tensor<2, Int>, like: &Tensor<2>) -> Tensor<2, Int> {
-    if like.is_autodiff() {
-        ids.autodiff()
-    } else {
-        ids
-    }
 }

@@ -15,7 +15,9 @@ const SHARDED: &str = "GroupedExperts";
 /// With a loss that is each rank's share of the whole batch's, the result is the gradient of the
 /// whole batch. Sums in rank order, so all ranks get the same bits.
 ///
-/// A parameter without gradient on this rank counts as zero, and gets the sum of the others.
+/// A parameter without gradient on this rank counts as zero, and gets the sum of the others; one
+/// that no rank has a gradient of gets none. A gradient keeps its type: that of the parameter, or
+/// f32 where any rank has it in f32, as after accumulation.
 ///
 /// # Errors
 ///
@@ -58,6 +60,8 @@ pub fn reduce_gradients<M: Module>(
 
 struct Collect {
     grads: GradientsParams,
+    /// Of each parameter: how many ranks have a gradient, how many have it in f32 although the
+    /// parameter is narrower, then the values.
     flat: Vec<f32>,
     /// Of f64 parameters.
     flat64: Vec<f64>,
@@ -79,6 +83,11 @@ impl ModuleVisitor for Collect {
         }
         let len = param.lazy_shape().num_elements();
         let grad = self.grads.remove::<D>(param.id);
+        let wide = grad
+            .as_ref()
+            .is_some_and(|grad| grad.dtype() == DType::F32 && param.val().dtype() != DType::F32);
+        self.flat.push(f32::from(u8::from(grad.is_some())));
+        self.flat.push(f32::from(u8::from(wide)));
         match (grad, param.val().dtype()) {
             (Some(grad), DType::F64) => self.flat64.extend(grad.into_data().iter::<f64>()),
             (None, DType::F64) => self.flat64.resize(self.flat64.len() + len, 0.0),
@@ -113,23 +122,36 @@ impl ModuleVisitor for Spread<'_> {
         }
         let value = param.val().inner();
         let len = value.shape().num_elements();
-        let data = match value.dtype() {
+        let having = self.take(2);
+        let (any, wide) = (having[0] > 0.0, having[1] > 0.0);
+        let (data, dtype) = match value.dtype() {
             DType::F64 => {
                 let own;
                 (own, self.flat64) = self.flat64.split_at(len);
-                TensorData::new(own.to_vec(), value.shape())
+                (TensorData::new(own.to_vec(), value.shape()), DType::F64)
             }
-            _ => {
-                let own;
-                (own, self.flat) = self.flat.split_at(len);
-                TensorData::new(own.to_vec(), value.shape())
+            dtype => {
+                let data = TensorData::new(self.take(len).to_vec(), value.shape());
+                (data, if wide { DType::F32 } else { dtype })
             }
         };
-        let grad = Tensor::<D>::from_data(data, (&value.device(), value.dtype()));
-        self.grads.register(param.id, grad);
+        if any {
+            let grad = Tensor::<D>::from_data(data, (&value.device(), dtype));
+            self.grads.register(param.id, grad);
+        }
     }
 }
 
-fn is_sharded(container: &str) -> bool {
+impl<'a> Spread<'a> {
+    /// The next `len` of the f32 values.
+    fn take(&mut self, len: usize) -> &'a [f32] {
+        let own;
+        (own, self.flat) = self.flat.split_at(len);
+        own
+    }
+}
+
+/// Whether the parameters of a module differ between ranks.
+pub(super) fn is_sharded(container: &str) -> bool {
     container.rsplit(':').next() == Some(SHARDED)
 }

@@ -11,6 +11,8 @@
 //! input. The weights have passed the router, so they are deeper in the graph and Burn visits them
 //! first on every rank.
 
+#[cfg(feature = "autodiff")]
+mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
@@ -19,6 +21,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+#[cfg(feature = "autodiff")]
+pub use clip::{clip_gradients, gradient_norm};
 pub use forward::LayerStats;
 pub(crate) use forward::{ParallelLayer, forward};
 #[cfg(feature = "autodiff")]

@@ -1,6 +1,8 @@
 "use strict";
 const runs = data.runs, byName = name => runs.find(run => run.balance === name), main = byName("exact") || runs[0];
 const tokens = data.batch * data.sequence_length;
+// A resumed run has the losses of all its steps, everything else from here on.
+const skipped = data.first_step || 0, padded = values => [...Array(skipped).fill(NaN), ...values];
 const state = { run: runs.indexOf(main), layer: 0, step: 1 };
 const worst = largest([1.01, ...runs.flatMap(run => [run.imbalance_before.max, run.imbalance_after.max])]);
 const listed = list => list.map(run => ({ name: run.balance, look: run.balance, run }));
@@ -14,7 +16,7 @@ function lead() {
     out.push(`Throughput as a ratio of ideal: ${ratios.map(run => `${run.balance} ${fixed(run.ratio_to_ideal, 3)}`).join(", ")}.`);
   if (none && none !== main) {
     const most = largest(main.loss.map((loss, i) => Math.abs(loss - none.loss[i])));
-    if (finite(most)) out.push(`The losses of ${main.balance} and none differ by at most ${most < 1e-3 ? most.toExponential(1) : fixed(most, 3)} bits per byte.`);
+    if (finite(most)) out.push(`The losses of ${main.balance} and none differ by at most ${most < 1e-3 ? most.toExponential(1) : fixed(most, 3)} bits per ${data.unit}.`);
   }
   byId("lead").textContent = out.join(" ");
 }
@@ -31,14 +33,14 @@ function settings() {
     ["Timing", TIMING[data.timing] || data.timing],
     ["Data", data.data],
     ["A step", `${number(data.batch)} sequences of ${number(data.sequence_length)} tokens: ${number(tokens)} tokens`],
-    ["Steps", number(data.steps)],
+    ["Steps", skipped ? `${number(data.steps)}, resumed after ${number(skipped)}` : number(data.steps)],
     ["Seed", String(data.seed)],
   ]);
   byId("config").textContent = JSON.stringify(c, null, 1);
   const buffer = run => fixed(largest([0, ...run.replica_buffer_bytes]) / 1024, 0);
   const three = (name, key) => [[name], ["mean", r => fixed(r[key].mean, 3)], ["95th percentile", r => fixed(r[key].p95, 3)], ["worst", r => fixed(r[key].max, 3)]];
   table("table", runs, [
-    ["Bits per byte"], ["first step", r => fixed(r.loss[0], 3)], ["last step", r => fixed(r.loss.at(-1), 3)],
+    [`Bits per ${data.unit}`], ["first step", r => fixed(r.loss[0], 3)], ["last step", r => fixed(r.loss.at(-1), 3)],
     ["Throughput"], ["tokens per second", r => number(r.tokens_per_second)], ["ratio to ideal", r => fixed(r.ratio_to_ideal, 3)],
     ...three("Imbalance before", "imbalance_before"), ...three("Imbalance after", "imbalance_after"),
     ["Planning of a layer"], ["copies, mean", r => fixed(r.copies_per_plan.mean, 1)],
@@ -51,15 +53,15 @@ function settings() {
 
 function curves() {
   const chartOf = (id, series, options) => { lines(id, { series, ...options }); lineKey(`${id}-key`, series); };
-  chartOf("loss", listed(runs).map(s => ({ ...s, values: s.run.loss })), { digits: 3, unit: "bits per byte",
+  chartOf("loss", listed(runs).map(s => ({ ...s, values: s.run.loss })), { digits: 3, unit: `bits per ${data.unit}`,
     label: `Loss over steps. ${runs.map(r => `${r.balance}: ${fixed(r.loss[0], 2)} to ${fixed(r.loss.at(-1), 2)}`).join("; ")}` });
-  chartOf("speed", listed(runs).map(s => ({ ...s, values: s.run.step_seconds.map(seconds => tokens / seconds) })), { from: 0, digits: 0,
+  chartOf("speed", listed(runs).map(s => ({ ...s, values: padded(s.run.step_seconds.map(seconds => tokens / seconds)) })), { from: 0, digits: 0,
     unit: "tokens per second", label: `Throughput over steps. Median: ${runs.map(r => `${r.balance} ${number(r.tokens_per_second)}`).join(", ")} tokens per second` });
   const at = side => run => run.imbalance.map(layers => layers.map(pair => pair[side])), after = at(1), before = at(0);
   const series = runs.map(run => ({ name: run.balance, look: run.balance, layers: after(run) }));
   // Without a run that moves nothing, what balancing started from.
   if (!byName("none") && main.balance === "exact") series.unshift({ name: "exact, before", look: "before", layers: before(main) });
-  chartOf("over", series.map(s => ({ ...s, values: s.layers.map(average), band: [s.layers.map(smallest), s.layers.map(largest)] })), { from: 1,
+  chartOf("over", series.map(s => ({ ...s, values: padded(s.layers.map(average)), ...(skipped ? {} : { band: [s.layers.map(smallest), s.layers.map(largest)] }) })), { from: 1,
     digits: 3, unit: "imbalance", label: `Imbalance over steps. Mean: ${runs.map(r => `${r.balance} ${fixed(r.imbalance_after.mean, 3)}`).join(", ")}` });
   const spread = series.map(s => ({ ...s, values: s.layers.flat() }));
   distribution("spread", { series: spread, most: worst,
@@ -71,7 +73,7 @@ const set = change => { Object.assign(state, change); choice(); };
 const controls = [
   select("Balancer", runs.map((run, i) => [i, run.balance]), run => set({ run })),
   select("Layer", runs[0].layers.map((layer, i) => [i, `layer ${layer}`]), layer => set({ layer })),
-  slider("Step", Math.max(1, data.steps), step => set({ step })),
+  slider(skipped ? `Step after ${skipped}` : "Step", Math.max(1, data.steps - skipped), step => set({ step })),
 ];
 
 // A column of the heat map is as many steps as it takes to keep columns wide enough; it shows the worst of them.
@@ -79,7 +81,7 @@ function heatMaps(run) {
   const steps = run.imbalance.length, per = Math.ceil(steps / Math.max(1, Math.floor((width("heat-before") - 50) / 8)));
   const columns = Array.from({ length: Math.ceil(steps / per) }, (_, i) => {
     const first = i * per + 1, last = Math.min(steps, first + per - 1);
-    return { name: first, first, last, tip: first === last ? `step ${first}` : `worst of steps ${first} to ${last}` };
+    return { name: first + skipped, first, last, tip: first === last ? `step ${first + skipped}` : `worst of steps ${first + skipped} to ${last + skipped}` };
   });
   for (const [side, id] of ["heat-before", "heat-after"].entries()) {
     const of = (layer, { first, last }) => run.imbalance.slice(first - 1, last).map(step => step[layer][side]);
@@ -96,7 +98,7 @@ function rankLoads(run) {
   // The nearest step whose loads are on this page.
   const step = kept.reduce((a, b) => Math.abs(b - state.step) < Math.abs(a - state.step) ? b : a, kept[0]);
   const loads = step && run.loads[step - 1][state.layer];
-  byId("bars-title").textContent = `Ranks in layer ${layer} of step ${step ?? state.step}, ${run.balance}`;
+  byId("bars-title").textContent = `Ranks in layer ${layer} of step ${(step ?? state.step) + skipped}, ${run.balance}`;
   byId("bars-note").textContent = kept.length < run.loads.length ? "To keep this page small, it has the loads of some steps only; the nearest is shown. All are in report.json." : "";
   if (!loads) return;
   const [before, after] = run.imbalance[step - 1][state.layer], all = stacks(loads.experts, data.ranks, []);

@@ -5,6 +5,7 @@ use std::path::Path;
 use super::PrefillArgs;
 use crate::cli::{CliError, check};
 use crate::data::DataError;
+use crate::tokenizer;
 
 /// What tokens stand for.
 pub(super) enum Tokens {
@@ -13,7 +14,6 @@ pub(super) enum Tokens {
     /// Given as numbers.
     Ids,
     /// Pieces of text, as the model's tokenizer cuts it.
-    #[cfg(feature = "tokenizer")]
     Text(std::path::PathBuf, Box<tokenizers::Tokenizer>),
 }
 
@@ -23,7 +23,13 @@ impl Tokens {
         match (&args.ids, &args.model) {
             (Some(_), _) => Ok(Self::Ids),
             (None, None) => Ok(Self::Bytes),
-            (None, Some(folder)) => tokenizer(&folder.join("tokenizer.json")),
+            (None, Some(folder)) => match tokenizer::open(folder)? {
+                Some((path, tokenizer)) => Ok(Self::Text(path, Box::new(tokenizer))),
+                None => Err(CliError::Tokenizer {
+                    path: folder.join(tokenizer::FILE),
+                    message: "missing; --prompt needs it, --ids does not".into(),
+                }),
+            },
         }
     }
 
@@ -32,7 +38,6 @@ impl Tokens {
         match self {
             Self::Bytes => "bytes",
             Self::Ids => "ids",
-            #[cfg(feature = "tokenizer")]
             Self::Text(..) => "text",
         }
     }
@@ -68,7 +73,6 @@ impl Tokens {
 
     fn encode(&self, line: &[u8]) -> Result<Vec<u32>, CliError> {
         match self {
-            #[cfg(feature = "tokenizer")]
             Self::Text(path, tokenizer) => {
                 let text = String::from_utf8_lossy(line);
                 let fault = |error| CliError::Tokenizer {
@@ -90,7 +94,6 @@ impl Tokens {
                 let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            #[cfg(feature = "tokenizer")]
             Self::Text(_, tokenizer) => {
                 let text = tokenizer.decode(ids, true);
                 text.unwrap_or_else(|_| format!("{ids:?}"))
@@ -109,32 +112,4 @@ fn ids(path: &Path, bytes: &[u8]) -> Result<Vec<Vec<u32>>, CliError> {
         format!("a JSON list of lists of token ids, none of them empty{fault}")
     })?;
     Ok(prompts)
-}
-
-#[cfg(feature = "tokenizer")]
-fn tokenizer(path: &Path) -> Result<Tokens, CliError> {
-    let fault = |message: String| CliError::Tokenizer {
-        path: path.into(),
-        message,
-    };
-    if !path.exists() {
-        return Err(fault("missing; --prompt needs it, --ids does not".into()));
-    }
-    let mut tokenizer = tokenizers::Tokenizer::from_file(path)
-        .map_err(|error| fault(format!("no tokenizer: {error}")))?;
-    // Prompts are packed, so none is filled up to a length, and none is cut off unasked.
-    tokenizer.with_padding(None);
-    tokenizer
-        .with_truncation(None)
-        .map_err(|error| fault(error.to_string()))?;
-    Ok(Tokens::Text(path.into(), Box::new(tokenizer)))
-}
-
-#[cfg(not(feature = "tokenizer"))]
-fn tokenizer(path: &Path) -> Result<Tokens, CliError> {
-    Err(CliError::Tokenizer {
-        path: path.into(),
-        message: "cannot be used: this program was built without the feature tokenizer; use --ids"
-            .into(),
-    })
 }

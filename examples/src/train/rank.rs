@@ -2,19 +2,26 @@
 
 use std::sync::Arc;
 
-use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_moe::comm::{Communicator, Key, Op};
 use burn_moe::layer::loss::sequence_balancing;
-use burn_moe::parallel::{ExpertParallel, LayerStats, ParallelOptions, reduce_gradients};
-use burn_moe_models::{Decoder, FeedForwardKind, ModelConfig, TokenBatch, checkpoint};
+use burn_moe::parallel::{
+    ExpertParallel, LayerStats, ParallelOptions, clip_gradients, gradient_norm, reduce_gradients,
+};
+use burn_moe_models::hf::Layout;
+use burn_moe_models::pretrained::{self, PretrainedError};
+use burn_moe_models::state::Snapshot;
+use burn_moe_models::train::Accumulator;
+use burn_moe_models::{Decoder, FeedForwardKind, TokenBatch, checkpoint};
 
 use super::TrainArgs;
 use super::progress::Progress;
+use super::states::States;
+use super::subject::Subject;
 use crate::cli::{BalanceArg, CliError};
 use crate::data::Corpus;
 use crate::report::RoutingRecord;
@@ -31,14 +38,20 @@ pub struct RankOutcome {
 /// Of one balancer's run.
 #[derive(Default)]
 pub struct RunOutcome {
-    /// Bits per byte of each step.
+    /// Bits per token of each step.
     pub loss: Vec<f64>,
+    /// Norm of all gradients of each step, when it is limited.
+    pub grad_norm: Vec<f64>,
     /// Seconds of each step.
     pub seconds: Vec<f64>,
     /// This rank's layers in each step.
     pub stats: Vec<Vec<LayerStats>>,
     pub replica_bytes: usize,
 }
+
+/// Names of a state's histories.
+const LOSS: &str = "bits";
+const GRAD_NORM: &str = "grad_norm";
 
 /// One balancer's model and optimizer.
 struct Lane {
@@ -50,28 +63,39 @@ struct Lane {
     outcome: RunOutcome,
 }
 
+/// What all ranks share.
+pub struct Run<'a> {
+    pub args: &'a TrainArgs,
+    pub subject: &'a Subject,
+    pub corpus: &'a Corpus,
+    pub states: Option<&'a States>,
+    pub progress: &'a Progress,
+    pub device: &'a Device,
+}
+
 /// Trains all lanes, step by step in turn.
-pub fn run(
-    args: &TrainArgs,
-    config: &ModelConfig,
-    corpus: &Corpus,
-    progress: &Progress,
-    comm: Arc<dyn Communicator>,
-) -> Result<RankOutcome, CliError> {
-    let device = args.ranks.device().autodiff();
+pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, CliError> {
+    let Run {
+        args,
+        subject,
+        corpus,
+        states,
+        progress,
+        device,
+    } = *run;
     let mut lanes = args
         .balance
         .iter()
         .enumerate()
-        .map(|(index, balance)| Lane::new(args, config, index, *balance, &comm, &device))
+        .map(|(index, balance)| Lane::new(run, index, *balance, &comm))
         .collect::<Result<Vec<_>, _>>()?;
-    let mut schedule = CosineAnnealingLrSchedulerConfig::new(args.lr, args.steps)
-        .with_min_lr(args.lr / 10.0)
-        .init()
-        .expect("--lr and --steps have been checked");
+    let mut schedule = args.schedule().init()?;
+    let first_step = states.map_or(0, States::steps_done);
+    // Rates follow from the step alone.
+    (0..first_step).for_each(|_| drop(schedule.step()));
     let mut routing = Vec::new();
     comm.barrier(Key::new(Op::Barrier, 0, 0))?;
-    for step in 0..args.steps {
+    for step in first_step..args.steps {
         let (rank, ranks) = (comm.rank(), comm.size());
         let first = args.batch * rank / ranks;
         let count = args.batch * (rank + 1) / ranks - first;
@@ -80,22 +104,17 @@ pub fn run(
         for lane in &mut lanes {
             let start = comm.clock();
             let record = (lane.index == 0 && args.save_routing.is_some()).then_some(&mut routing);
-            let nats = lane.step(args, step, &sequences, rate.clone(), record, &device)?;
+            let nats = lane.step(args, step, &sequences, rate.clone(), record, device)?;
             comm.barrier(lane.key(Op::Barrier, step, args))?;
             let seconds = (comm.clock() - start).as_secs_f64();
             comm.exclude(|| lane.record(args, step, nats, seconds, progress))?;
+            if let Some(states) = states {
+                comm.exclude(|| lane.save_state(states, step + 1, run))?;
+            }
         }
     }
     let parameters = lanes[0].parameters(comm.size());
-    if let Some(folder) = &args.checkpoint {
-        checkpoint::save(
-            &lanes[0].model,
-            config,
-            &lanes[0].ep,
-            folder,
-            args.steps as u64,
-        )?;
-    }
+    lanes[0].save(args, subject)?;
     Ok(RankOutcome {
         runs: lanes
             .into_iter()
@@ -111,13 +130,17 @@ pub fn run(
 
 impl Lane {
     fn new(
-        args: &TrainArgs,
-        config: &ModelConfig,
+        run: &Run<'_>,
         index: usize,
         balance: BalanceArg,
         comm: &Arc<dyn Communicator>,
-        device: &Device,
     ) -> Result<Self, CliError> {
+        let Run {
+            args,
+            subject,
+            device,
+            ..
+        } = *run;
         let options = ParallelOptions {
             balance: balance.into(),
             planner: args.ranks.planner.clone(),
@@ -127,13 +150,37 @@ impl Lane {
             ..Default::default()
         };
         let ep = ExpertParallel::new(comm.clone(), options)?;
+        let mut outcome = RunOutcome::default();
+        let saved = run.states.and_then(States::saved);
+        let (model, optimizer) = match saved {
+            None => {
+                let model = subject.model(&ep, args.seed, device)?;
+                let optimizer = args.optimizer().init(&model)?;
+                (model, optimizer)
+            }
+            Some(saved) => {
+                let show = |done, total| {
+                    if comm.rank() == 0 {
+                        run.progress
+                            .show_bytes("loading", saved.step(), done, total);
+                    }
+                };
+                let loaded = saved.load(&subject.config, &ep, device, &show)?;
+                let optimizer = args.optimizer().init(&loaded.model)?;
+                let mut restored = loaded.optimizer(optimizer)?;
+                let history = &mut restored.state.history;
+                outcome.loss = history.remove(LOSS).unwrap_or_default();
+                outcome.grad_norm = history.remove(GRAD_NORM).unwrap_or_default();
+                (restored.model, restored.optimizer)
+            }
+        };
         Ok(Self {
             index,
             balance,
-            model: config.init(&ep, args.seed, device)?,
+            optimizer,
+            model,
             ep,
-            optimizer: AdamWConfig::new().init(),
-            outcome: RunOutcome::default(),
+            outcome,
         })
     }
 
@@ -144,9 +191,41 @@ impl Lane {
         step: usize,
         sequences: &[Vec<u32>],
         rate: ModuleLearningRate,
-        record: Option<&mut Vec<RoutingRecord>>,
+        mut record: Option<&mut Vec<RoutingRecord>>,
         device: &Device,
-    ) -> Result<Tensor<1>, CliError> {
+    ) -> Result<f64, CliError> {
+        let mut accumulator = Accumulator::default();
+        let (count, parts) = (sequences.len(), args.accumulate);
+        let mut nats = Vec::with_capacity(parts);
+        for part in 0..parts {
+            let sequences = &sequences[count * part / parts..count * (part + 1) / parts];
+            let (share, grads) = self.gradients(args, sequences, &mut record, device);
+            accumulator.add(grads, &self.model);
+            nats.push(share);
+        }
+        let key = self.key(Op::GradReduce, step, args);
+        let comm = self.ep.comm().as_ref();
+        let mut grads = reduce_gradients(accumulator.take(), &self.model, comm, key)?;
+        if let Some(most) = args.optimizer.clip {
+            let norm = gradient_norm(&grads, &self.model, comm, key.with_op(Op::AllReduce))?;
+            finite(step, "the norm of the gradients", norm)?;
+            grads = clip_gradients(grads, &self.model, norm, most);
+            self.outcome.grad_norm.push(norm);
+        }
+        // A clone shares the tensors; the optimizer replaces them by new ones.
+        self.model = self.optimizer.step(rate, self.model.clone(), grads);
+        self.model.update_bias(args.bias_speed);
+        Ok(nats.into_iter().map(|nats| nats.into_scalar::<f64>()).sum())
+    }
+
+    /// Loss and gradients of one micro-batch, as shares of the step's.
+    fn gradients(
+        &self,
+        args: &TrainArgs,
+        sequences: &[Vec<u32>],
+        record: &mut Option<&mut Vec<RoutingRecord>>,
+        device: &Device,
+    ) -> (Tensor<1>, GradientsParams) {
         let length = args.sequence_length;
         let inputs = TokenBatch::new(sequences.iter().map(|s| &s[..length]));
         let targets: Vec<i32> = sequences
@@ -159,7 +238,8 @@ impl Lane {
         let out = self.model.forward(&inputs);
         // This rank's share of the mean over the whole batch, so that gradients add up.
         let share = 1.0 / args.tokens_per_step() as f64;
-        let nats = log_softmax(out.logits, 1).gather(1, targets).sum() * -share;
+        let logits = out.logits.cast(DType::F32);
+        let nats = log_softmax(logits, 1).gather(1, targets).sum() * -share;
         let mut loss = nats.clone();
         for routing in &out.routings {
             let weight = args.aux_loss * tokens as f64 * share;
@@ -169,12 +249,55 @@ impl Lane {
             record.push(RoutingRecord::of(&out.routings));
         }
         let grads = GradientsParams::from_grads(loss.backward(), &self.model);
-        let key = self.key(Op::GradReduce, step, args);
-        let grads = reduce_gradients(grads, &self.model, self.ep.comm().as_ref(), key)?;
-        // A clone shares the tensors; the optimizer replaces them by new ones.
-        self.model = self.optimizer.step(rate, self.model.clone(), grads);
-        self.model.update_bias(args.bias_speed);
-        Ok(nats.inner())
+        (nats.inner(), grads)
+    }
+
+    /// Saves a checkpoint of the run, if it is time.
+    fn save_state(&self, states: &States, step: usize, run: &Run<'_>) -> Result<(), CliError> {
+        if !states.is_due(step, run.args) {
+            return Ok(());
+        }
+        let history = [
+            (LOSS.into(), self.outcome.loss.clone()),
+            (GRAD_NORM.into(), self.outcome.grad_norm.clone()),
+        ];
+        let state = states.state(step, run.args, history.into());
+        let snapshot = Snapshot {
+            state: &state,
+            config: &run.subject.config,
+            model: &self.model,
+            optimizer: &self.optimizer,
+        };
+        let first = self.ep.comm().rank() == 0;
+        let show = |done, total| {
+            if first {
+                run.progress.show_bytes("saving", step as u64, done, total);
+            }
+        };
+        let folder = states.folder.save(snapshot, &self.ep, &show)?;
+        if first {
+            run.progress
+                .note(&format!("step {step} is saved in {}", folder.display()));
+        }
+        Ok(())
+    }
+
+    /// Saves the model to where the options say.
+    fn save(&self, args: &TrainArgs, subject: &Subject) -> Result<(), CliError> {
+        let (model, config, steps) = (&self.model, &subject.config, args.steps as u64);
+        if let Some(target) = &args.checkpoint {
+            checkpoint::save(model, config, &self.ep, target, steps)?;
+        }
+        if let (Some(target), Some(folder)) = (&args.save, subject.folder()) {
+            let layout = Layout::of(folder)?;
+            let saved = pretrained::save(model, config, &self.ep, &layout, target, steps);
+            saved.map_err(|error| match error {
+                // So that the error of the rank that failed is told, not this one.
+                PretrainedError::Comm(error) => error.into(),
+                error => CliError::from(error),
+            })?;
+        }
+        Ok(())
     }
 
     /// Notes what the step did, and shows it.
@@ -182,14 +305,15 @@ impl Lane {
         &mut self,
         args: &TrainArgs,
         step: usize,
-        nats: Tensor<1>,
+        nats: f64,
         seconds: f64,
         progress: &Progress,
     ) -> Result<(), CliError> {
-        let mut loss = [nats.into_scalar::<f64>()];
+        let mut loss = [nats];
         let key = self.key(Op::Telemetry, step, args);
         self.ep.comm().all_reduce_sum_f64(key, &mut loss)?;
         let bits = loss[0] / std::f64::consts::LN_2;
+        finite(step, "the loss", bits)?;
         let stats = self.ep.take_stats();
         if self.ep.comm().rank() == 0 {
             let rate = args.tokens_per_step() as f64 / seconds;
@@ -219,4 +343,13 @@ impl Lane {
             .sum();
         self.model.num_params() + (ranks - 1) * experts
     }
+}
+
+/// The same on all ranks, so that all of them stop.
+fn finite(step: usize, what: &'static str, value: f64) -> Result<(), CliError> {
+    if value.is_finite() {
+        return Ok(());
+    }
+    let step = step + 1;
+    Err(CliError::Diverged { step, what, value })
 }

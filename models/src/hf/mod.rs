@@ -23,6 +23,7 @@ pub use error::HfError;
 pub use experts::{ExpertLayout, Experts};
 pub use folder::{Folder, TensorInfo, ignorable};
 pub use layout::Layout;
+pub use place::check_target;
 pub use safetensors::Dtype;
 pub use save::Saver;
 

@@ -8,8 +8,13 @@ use super::error::{HfError, io};
 use super::folder::{INDEX, SINGLE, read_index};
 use super::layout::is_small_file;
 
-/// Checks that `target` does not exist, is empty, or holds nothing but a model folder.
-pub(super) fn check_target(target: &Path) -> Result<(), HfError> {
+/// Checks that a model may be saved to `target`: it does not exist, is empty, or holds nothing but a
+/// model folder.
+///
+/// # Errors
+///
+/// [`HfError::Occupied`] when it holds anything else; it cannot be listed.
+pub fn check_target(target: &Path) -> Result<(), HfError> {
     let occupied = |message: String| {
         Err(HfError::Occupied {
             folder: target.into(),
