@@ -109,7 +109,7 @@ pub enum ModelError {
 }
 
 impl ModelConfig {
-    /// A named config, or one read from a JSON file.
+    /// A named config, or one read from a JSON file, or from `config.json` in a folder.
     ///
     /// # Errors
     ///
@@ -124,7 +124,10 @@ impl ModelConfig {
                 name: name_or_file.into(),
             });
         }
-        Self::read(path)
+        match path.is_dir() {
+            true => Self::read(&path.join("config.json")),
+            false => Self::read(path),
+        }
     }
 
     /// Checks every field.

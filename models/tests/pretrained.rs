@@ -146,7 +146,7 @@ fn store(family: &str, form: &Form, target: &Path) {
         };
         let experts = folder
             .names()
-            .filter(|n| n.starts_with(of) && n.ends_with(part))
+            .filter(|n| n.starts_with(&format!("{of}.experts.")) && n.ends_with(part))
             .count();
         let entry = tensors
             .entry(format!("{of}.experts.{to}"))
