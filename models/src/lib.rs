@@ -11,6 +11,7 @@ mod decoder;
 pub mod hf;
 mod module_path;
 mod parameters;
+mod place;
 pub mod pretrained;
 
 pub use config::{ModelConfig, ModelError};
