@@ -112,7 +112,7 @@ pub enum ModelError {
 }
 
 impl ModelConfig {
-    /// A named config, or one read from a JSON file.
+    /// A named config, or one read from a JSON file, or from `config.json` in a folder.
     ///
     /// # Errors
     ///
@@ -127,7 +127,10 @@ impl ModelConfig {
                 name: name_or_file.into(),
             });
         }
-        Self::read(path)
+        match path.is_dir() {
+            true => Self::read(&path.join("config.json")),
+            false => Self::read(path),
+        }
     }
 
     /// Checks every field.

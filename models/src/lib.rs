@@ -13,6 +13,7 @@ mod generate;
 pub mod hf;
 mod module_path;
 mod parameters;
+mod place;
 pub mod pretrained;
 #[cfg(feature = "autodiff")]
 pub mod state;

@@ -1,4 +1,5 @@
-//! Compares expert-load planners on recorded or synthetic routing: `cargo run --release --bin plan -- --help`.
+//! Compares expert-load planners on recorded or synthetic routing, and gives the sizes of models:
+//! `cargo run --release --bin plan -- --help`.
 
 #[path = "../plan/mod.rs"]
 mod plan;
@@ -8,14 +9,16 @@ use burn_moe::balance::{CostModel, LoadMatrix, PLANNERS, Placement, planner};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use plan::measure::{Measurement, Row, Setting};
+use plan::model::Question;
 use plan::output::{Emitter, print_table, write_file};
 use plan::report::{Recorder, Report};
 use plan::routing::Routing;
+use plan::sizes::Precision;
 use plan::synthetic::Synthetic;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Compares expert-load planners on recorded or synthetic routing.
+/// Compares expert-load planners on recorded or synthetic routing, or gives the sizes of a model.
 ///
 /// A routing file is a safetensors with `ids` [layers, tokens, k] (u8, u16 or i32) and the number of experts as metadata
 /// `experts`. Tokens are taken in order, file after file; a micro-batch is --micro-batch consecutive tokens, split evenly
@@ -24,11 +27,22 @@ use std::process::ExitCode;
 #[command(name = "plan", version)]
 struct Args {
     /// Routing files; all of the same model
-    #[arg(long, value_name = "FILE", num_args = 1.., required_unless_present = "synthetic")]
+    #[arg(long, value_name = "FILE", num_args = 1.., required_unless_present_any = ["synthetic", "model"])]
     routing: Vec<PathBuf>,
     /// Make Zipf loads of the imbalances in --imbalance instead of reading routing files
     #[arg(long, conflicts_with = "routing")]
     synthetic: bool,
+    /// Give the sizes of this model on --ep ranks instead: a name, a config.json, or a folder that has
+    /// one
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["routing", "synthetic"])]
+    model: Option<String>,
+    /// With --model: the least time of a forward pass on this accelerator: a100, h100, h200, b200 or
+    /// gb200
+    #[arg(long, value_name = "GPU")]
+    gpu: Option<String>,
+    /// With --model: what weights, tokens on the way and products are
+    #[arg(long, default_value = "bf16")]
+    precision: Precision,
     /// Numbers of ranks
     #[arg(
         long,
@@ -59,7 +73,7 @@ struct Args {
     /// Ranks of a fast domain, in which replicas must stay; 0 for one domain of all ranks
     #[arg(long, value_name = "RANKS", default_value_t = 0)]
     domain: usize,
-    /// Write one JSON row for each planner, ep and slots
+    /// Write one JSON row for each planner, ep and slots; with --model, its sizes
     #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
     /// Write every plan, one JSON object a line; `loads` are token copies of each expert
@@ -75,7 +89,7 @@ struct Args {
     /// Experts that a token chooses in the synthetic loads
     #[arg(long, default_value_t = 8)]
     top_k: usize,
-    /// Tokens of each rank in the synthetic loads
+    /// Tokens of each rank in the synthetic loads, and with --model
     #[arg(long, value_name = "TOKENS", default_value_t = 8192)]
     tokens_per_rank: u32,
     /// Wanted max/mean of the synthetic loads without balancing
@@ -134,7 +148,6 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let planners = chosen_planners(&args.planner)?;
     for (name, values) in [("--ep", &args.ep), ("--slots", &args.slots)] {
         ensure!(
             !values.is_empty(),
@@ -147,6 +160,26 @@ fn run(args: &Args) -> Result<()> {
             "--ep is {ep}, allowed: 1 to 65536"
         );
     }
+    ensure!(
+        args.tokens_per_rank > 0,
+        "--tokens-per-rank is 0, allowed: at least 1"
+    );
+    if let Some(model) = &args.model {
+        return plan::model::run(&Question {
+            model,
+            ep: &args.ep,
+            slots: &args.slots,
+            tokens_per_rank: args.tokens_per_rank,
+            precision: args.precision,
+            gpu: args.gpu.as_deref(),
+            json: args.json.as_deref(),
+        });
+    }
+    ensure!(
+        args.gpu.is_none(),
+        "--gpu is given, allowed: only with --model"
+    );
+    let planners = chosen_planners(&args.planner)?;
     let mut settings = Vec::new();
     for &slots in &args.slots {
         settings.extend(planners.iter().map(|planner| Setting {
@@ -273,10 +306,6 @@ impl Run<'_> {
             args.top_k
         );
         ensure!(args.batches > 0, "--batches is 0, allowed: at least 1");
-        ensure!(
-            args.tokens_per_rank > 0,
-            "--tokens-per-rank is 0, allowed: at least 1"
-        );
         for &imbalance in &args.imbalance {
             ensure!(
                 imbalance >= 1.0,

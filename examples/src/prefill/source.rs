@@ -53,18 +53,15 @@ impl Source {
         device: &Device,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Decoder, CliError> {
+        let options = LoadOptions {
+            progress: Some(progress),
+        };
         Ok(match self {
             Self::Checkpoint(folder) => {
                 let drawn = config.init(ep, 0, device)?;
-                let mut told = |read, all| progress(read as u64, all as u64);
-                checkpoint::load_with_progress(drawn, config, ep, folder, &mut told)?
+                checkpoint::load_with(drawn, config, ep, folder, &options)?
             }
-            Self::Folder(folder) => {
-                let options = LoadOptions {
-                    progress: Some(progress),
-                };
-                pretrained::load_with(config, ep, folder, device, &options)?
-            }
+            Self::Folder(folder) => pretrained::load_with(config, ep, folder, device, &options)?,
         })
     }
 

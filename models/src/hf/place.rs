@@ -1,4 +1,4 @@
-//! Putting a finished folder in its place.
+//! What a folder to save to may hold, and writing into its files.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -46,39 +46,6 @@ pub fn check_target(target: &Path) -> Result<(), HfError> {
         return occupied("the folder is not empty and holds no model".into());
     }
     Ok(())
-}
-
-/// Renames `partial` to `target`, taking what is there out of the way first.
-pub(super) fn swap_into_place(partial: &Path, target: &Path) -> Result<(), HfError> {
-    let old = beside(target, "old");
-    if old.exists() {
-        fs::remove_dir_all(&old).map_err(io(&old))?;
-    }
-    let replaces = target.exists();
-    if replaces {
-        fs::rename(target, &old).map_err(io(target))?;
-    }
-    if let Err(error) = fs::rename(partial, target) {
-        if replaces {
-            // Nothing more can be done when this fails as well.
-            let _ = fs::rename(&old, target);
-        }
-        return Err(io(target)(error));
-    }
-    if replaces {
-        fs::remove_dir_all(&old).map_err(io(&old))?;
-    }
-    Ok(())
-}
-
-/// `folder.suffix`, beside the folder so that renaming stays within one file system.
-pub(super) fn beside(folder: &Path, suffix: &str) -> PathBuf {
-    // Without a slash at the end, which would put it inside.
-    let plain: PathBuf = folder.components().collect();
-    let mut name = plain.into_os_string();
-    name.push(".");
-    name.push(suffix);
-    name.into()
 }
 
 #[cfg(unix)]

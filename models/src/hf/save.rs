@@ -10,7 +10,8 @@ use super::error::{HfError, io};
 use super::experts::ExpertNames;
 use super::layout::{Layout, Part, is_writable};
 use super::matrix::{BLOCK, Matrix, scale_shape};
-use super::place::{beside, check_target, swap_into_place, write_at};
+use super::place::{check_target, write_at};
+use crate::place::{beside, swap_into_place};
 
 /// Writes a model folder, tensor by tensor and from as many ranks as hold parts of it, into a folder
 /// beside the target, which [`finish`](Self::finish) renames into place.
@@ -262,7 +263,7 @@ impl<'a> Saver<'a> {
             }
         }
         self.flush()?;
-        swap_into_place(&self.partial, &self.target)?;
+        swap_into_place(&self.partial, &self.target, |path, error| io(path)(error))?;
         self.owner = false;
         Ok(())
     }
