@@ -5,6 +5,8 @@ use std::process::{Command, Output};
 
 use burn_moe_models::hf::Folder;
 use burn_moe_models::pretrained;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 fn train(args: &[&str], report: &Path) -> Output {
@@ -161,7 +163,70 @@ fn loaded_models_learn_and_are_saved() {
     }
 }
 
-/// A sixteenth of DeepSeek-V3's widths with its real routing: 256 experts in 8 groups, top-8.
+/// The fixture of a family with a vocabulary of all bytes: rows of the two tables repeated.
+fn byte_model(folder: &Path) -> PathBuf {
+    let from = model("mixtral", folder, false);
+    let target = folder.join("bytes");
+    std::fs::create_dir(&target).unwrap();
+    let text = std::fs::read_to_string(from.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    config["vocab_size"] = json!(256);
+    std::fs::write(target.join("config.json"), config.to_string()).unwrap();
+    let opened = Folder::open(&from).unwrap();
+    let mut tensors = Vec::new();
+    for name in opened.names() {
+        let mut shape = opened.info(name).unwrap().shape;
+        let mut values = opened.read_f32(name, &shape).unwrap();
+        if ["model.embed_tokens.weight", "lm_head.weight"].contains(&name) {
+            let row = values.len() / shape[0];
+            shape[0] = 256;
+            values = values.iter().copied().cycle().take(256 * row).collect();
+        }
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        tensors.push((name.to_owned(), shape, bytes));
+    }
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap();
+        (name.as_str(), view)
+    });
+    let file = target.join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+    target
+}
+
+#[test]
+fn without_a_tokenizer_bytes_are_the_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text_file(folder.path());
+    let from = byte_model(folder.path());
+    let saved = folder.path().join("saved");
+    let target = folder.path().join("report");
+    #[rustfmt::skip]
+    let args = [
+        "--model", from.to_str().unwrap(),
+        "--save", saved.to_str().unwrap(),
+        "--data", &data,
+        "--ranks", "2",
+        "--steps", "8",
+        "--batch", "4",
+        "--sequence-length", "16",
+        "--lr", "1e-2",
+        "--dtype", "bf16",
+    ];
+    let shown = succeeded(&train(&args, &target));
+    assert!(
+        shown.contains("no tokenizer.json in") && shown.contains("bits/byte"),
+        "{shown}"
+    );
+    let loss = numbers(&report(&target)["runs"][0]["loss"]);
+    assert!(loss[7] < loss[0] - 0.3, "{loss:?}");
+    // Trained in bf16, saved as f32 as the folder has it.
+    let name = "model.embed_tokens.weight";
+    let info = Folder::open(&saved).unwrap().info(name).unwrap();
+    assert_eq!((info.dtype, info.shape[0]), (Dtype::F32, 256));
+}
+
+/// DeepSeek-V3 with 1/64 of its widths and its real routing: 256 experts in 8 groups, top-8.
 #[test]
 fn a_scaled_down_model_keeps_its_routing() {
     let folder = tempfile::tempdir().unwrap();

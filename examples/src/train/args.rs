@@ -12,29 +12,33 @@ use clap::{Args, ValueEnum};
 use super::states::StateArgs;
 use crate::cli::{BalanceArg, CliError, RankArgs, check};
 
+/// Headings of the help.
+const MODEL: &str = "Model";
+const OPTIMIZER: &str = "Optimizer (AdamW)";
+
 /// Options of `train`.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
     /// Named config (tiny, smoke, or a published model such as deepseek-v3) or a JSON file with all
     /// fields of one.
-    #[arg(long, default_value = "tiny", help_heading = "Model")]
+    #[arg(long, default_value = "tiny", help_heading = MODEL)]
     pub config: String,
     /// Makes the model of --config smaller, such as 1/16: widths, heads, ranks of compressed vectors
     /// and vocabulary shrink, what shapes the routing (experts, groups, top-k, shared experts) stays.
-    #[arg(long, value_name = "FRACTION", help_heading = "Model")]
+    #[arg(long, value_name = "FRACTION", help_heading = MODEL)]
     pub scale: Option<Scale>,
     /// Gives the model of --config fewer layers.
-    #[arg(long, value_name = "N", help_heading = "Model")]
+    #[arg(long, value_name = "N", help_heading = MODEL)]
     pub layers: Option<usize>,
     /// Folder of a Hugging Face model to fine-tune, instead of --config. Text becomes tokens by its
     /// tokenizer.json; without one, bytes are the tokens.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["config", "scale", "layers"], help_heading = "Model")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["config", "scale", "layers"], help_heading = MODEL)]
     pub model: Option<PathBuf>,
     /// Folder to save the first balancer's model to, in the layout of --model.
-    #[arg(long, value_name = "DIR", requires = "model", help_heading = "Model")]
+    #[arg(long, value_name = "DIR", requires = "model", help_heading = MODEL)]
     pub save: Option<PathBuf>,
     /// Type of weights and activations. With bf16, the optimizer keeps f32 weights and moments.
-    #[arg(long, default_value = "f32", help_heading = "Model")]
+    #[arg(long, default_value = "f32", help_heading = MODEL)]
     pub dtype: DtypeArg,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -99,27 +103,27 @@ pub struct TrainArgs {
 
 /// Options of the optimizer.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Optimizer (AdamW)")]
 pub struct OptimizerArgs {
     /// Highest learning rate; 1e-5 with --model.
     #[arg(
         long,
         default_value = "3e-3",
-        default_value_if("model", ArgPredicate::IsPresent, "1e-5")
+        default_value_if("model", ArgPredicate::IsPresent, "1e-5"),
+        help_heading = OPTIMIZER
     )]
     pub lr: f64,
     /// Course of the learning rate: constant, or along a cosine to a tenth.
-    #[arg(long, default_value = "cosine")]
+    #[arg(long, default_value = "cosine", help_heading = OPTIMIZER)]
     pub schedule: ScheduleArg,
     /// Steps in which the learning rate rises to --lr before.
-    #[arg(long, default_value_t = 0, value_name = "STEPS")]
+    #[arg(long, default_value_t = 0, value_name = "STEPS", help_heading = OPTIMIZER)]
     pub warmup: usize,
     /// Share of the weights, times the learning rate, that a step takes away; norms and biases keep
     /// theirs.
-    #[arg(long, default_value_t = 1e-4)]
+    #[arg(long, default_value_t = 1e-4, help_heading = OPTIMIZER)]
     pub weight_decay: f64,
     /// Largest norm of all gradients together; larger ones are scaled down to it. Default: no limit.
-    #[arg(long, value_name = "NORM")]
+    #[arg(long, value_name = "NORM", help_heading = OPTIMIZER)]
     pub clip: Option<f64>,
 }
 
