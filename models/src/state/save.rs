@@ -15,7 +15,7 @@ use crate::{Decoder, ModelConfig, ModelError};
 /// What is saved of a run, on one rank.
 #[derive(Clone, Copy)]
 pub struct Snapshot<'a> {
-    /// How far the run is; the same on all ranks.
+    /// How far the run is; the same on all ranks, but for its name, which is the first rank's.
     pub state: &'a RunState,
     /// The model's config.
     pub config: &'a ModelConfig,
@@ -65,7 +65,13 @@ impl StateFolder {
             self.clean()?;
             self.create(&folder)?;
         }
-        comm.barrier(key(state.step, 0))?;
+        // The folder is there, and the run has the name that the first rank has given it.
+        let name = (rank == 0).then(|| state.run.clone().into());
+        let name = comm.broadcast(key(state.step, 0), 0, name)?;
+        let state = &RunState {
+            run: String::from_utf8_lossy(&name).into_owned(),
+            ..state.clone()
+        };
 
         let experts = ep.local_experts(config.num_experts);
         let experts = experts.map_err(ModelError::from)?;
