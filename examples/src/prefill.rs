@@ -13,6 +13,7 @@ use clap::Args;
 use comfy_table::Table;
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::{Deserialize, Serialize};
 
 use crate::cli::{BalanceArg, CliError, RankArgs, check};
 use crate::page;
@@ -147,6 +148,7 @@ pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
 }
 
 /// One balancer on one rank.
+#[derive(Serialize, Deserialize)]
 struct RunOutcome {
     time_to_first_token: f64,
     stats: Vec<LayerStats>,

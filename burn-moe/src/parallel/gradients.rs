@@ -26,6 +26,17 @@ pub fn reduce_gradients<M: Module>(
     comm: &dyn Communicator,
     key: Key,
 ) -> Result<GradientsParams, CommError> {
+    reduce(grads, module, comm, key, false)
+}
+
+/// Adds up, over all ranks of `comm`, the gradients of the experts (`sharded`), or of everything else.
+pub(super) fn reduce<M: Module>(
+    grads: GradientsParams,
+    module: &M,
+    comm: &dyn Communicator,
+    key: Key,
+    sharded: bool,
+) -> Result<GradientsParams, CommError> {
     if comm.size() == 1 {
         return Ok(grads);
     }
@@ -34,6 +45,7 @@ pub fn reduce_gradients<M: Module>(
         flat: Vec::new(),
         flat64: Vec::new(),
         inside_sharded: 0,
+        sharded,
     };
     module.visit(&mut collect);
     let Collect {
@@ -51,6 +63,7 @@ pub fn reduce_gradients<M: Module>(
         flat: &flat,
         flat64: &flat64,
         inside_sharded: 0,
+        sharded,
     };
     module.visit(&mut spread);
     Ok(spread.grads)
@@ -62,6 +75,8 @@ struct Collect {
     /// Of f64 parameters.
     flat64: Vec<f64>,
     inside_sharded: usize,
+    /// Which parameters: those inside of sharded modules, or the others.
+    sharded: bool,
 }
 
 impl ModuleVisitor for Collect {
@@ -74,7 +89,7 @@ impl ModuleVisitor for Collect {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.inside_sharded > 0 || !param.is_require_grad() {
+        if (self.inside_sharded > 0) != self.sharded || !param.is_require_grad() {
             return;
         }
         let len = param.lazy_shape().num_elements();
@@ -96,6 +111,7 @@ struct Spread<'a> {
     flat: &'a [f32],
     flat64: &'a [f64],
     inside_sharded: usize,
+    sharded: bool,
 }
 
 impl ModuleVisitor for Spread<'_> {
@@ -108,7 +124,7 @@ impl ModuleVisitor for Spread<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.inside_sharded > 0 || !param.is_require_grad() {
+        if (self.inside_sharded > 0) != self.sharded || !param.is_require_grad() {
             return;
         }
         let value = param.val().inner();
@@ -130,6 +146,7 @@ impl ModuleVisitor for Spread<'_> {
     }
 }
 
-fn is_sharded(container: &str) -> bool {
+/// Whether the parameters of a module differ between ranks.
+pub(super) fn is_sharded(container: &str) -> bool {
     container.rsplit(':').next() == Some(SHARDED)
 }

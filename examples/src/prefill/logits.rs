@@ -5,10 +5,12 @@ use std::path::Path;
 use burn_moe_models::{DecoderOutput, ModelConfig};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
+use serde::{Deserialize, Serialize};
 
 use crate::cli::CliError;
 
 /// Logits and routing of one rank's prompts.
+#[derive(Serialize, Deserialize)]
 pub(super) struct PromptOutputs {
     lengths: Vec<usize>,
     /// `[tokens, vocab_size]`

@@ -13,6 +13,8 @@ use burn_moe::layer::loss::sequence_balancing;
 use burn_moe::parallel::{ExpertParallel, LayerStats, ParallelOptions, reduce_gradients};
 use burn_moe_models::{Decoder, FeedForwardKind, ModelConfig, TokenBatch, checkpoint};
 
+use serde::{Deserialize, Serialize};
+
 use super::TrainArgs;
 use super::progress::Progress;
 use crate::cli::{BalanceArg, CliError};
@@ -20,6 +22,7 @@ use crate::data::Corpus;
 use crate::report::RoutingRecord;
 
 /// What a rank brings home.
+#[derive(Serialize, Deserialize)]
 pub struct RankOutcome {
     pub runs: Vec<RunOutcome>,
     /// Parameters of the whole model.
@@ -29,7 +32,7 @@ pub struct RankOutcome {
 }
 
 /// Of one balancer's run.
-#[derive(Default)]
+#[derive(Default, Serialize, Deserialize)]
 pub struct RunOutcome {
     /// Bits per byte of each step.
     pub loss: Vec<f64>,
