@@ -162,6 +162,7 @@ pub fn large(comm: &Comm) -> Done {
 /// `panic|error|return|busy RANK STEP`.
 pub fn train(comm: &Comm, arguments: &[String]) -> Done {
     const WIDTH: usize = 64;
+    const TOKENS: usize = 64;
     let steps: usize = arguments.first().ok_or("how many steps?")?.parse()?;
     let fault = match &arguments[1..] {
         [what, rank, step] => Some((what.as_str(), rank.parse()?, step.parse()?)),
@@ -170,7 +171,7 @@ pub fn train(comm: &Comm, arguments: &[String]) -> Done {
     let device = Device::flex().autodiff();
     let ep = ExpertParallel::new(comm.clone(), ParallelOptions::default())?;
     let config = MoeConfig::new(RouterConfig::new(WIDTH, 8, 3), 64);
-    let layers = (0..3)
+    let layers = (0..2)
         .map(|layer| config.init_parallel(&ep, layer, &device))
         .collect::<Result<Vec<_>, _>>()?;
     for step in 0..steps {
@@ -186,8 +187,8 @@ pub fn train(comm: &Comm, arguments: &[String]) -> Done {
                 what => return Err(format!("{what:?} is no fault").into()),
             }
         }
-        let tokens = random(200 * WIDTH, (step * comm.size() + comm.rank()) as u64);
-        let mut x = tensor_of(&tokens, [200, WIDTH], DType::F32, &device).require_grad();
+        let tokens = random(TOKENS * WIDTH, (step * comm.size() + comm.rank()) as u64);
+        let mut x = tensor_of(&tokens, [TOKENS, WIDTH], DType::F32, &device).require_grad();
         for layer in &layers {
             x = layer.forward(x.clone()) + x;
         }
