@@ -1,6 +1,7 @@
 //! What the binaries have in common: option values, errors, exit codes.
 
 use std::error::Error;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -368,7 +369,9 @@ pub fn finish(result: Result<(), CliError>) -> ExitCode {
         Err(error) => {
             // Wrong input is the same for all processes of a world: one of them says so.
             if error.exit_code() != 2 || launched_rank().unwrap_or(0) == 0 {
-                eprintln!("error: {error}");
+                // In one piece: all processes of a world share the standard error.
+                let line = format!("error: {error}\n");
+                let _ = std::io::stderr().write_all(line.as_bytes());
             }
             ExitCode::from(error.exit_code())
         }

@@ -3,6 +3,7 @@
 //! `rank bodies` runs all test bodies. `rank messages` and `rank faults ...` are for `tests/mpi.rs`.
 
 use std::error::Error;
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,9 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            // In one piece: all processes share the standard error.
+            let line = format!("error: {error}\n");
+            let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE
         }
     }

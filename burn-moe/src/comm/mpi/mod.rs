@@ -45,8 +45,9 @@ use engine::{Engine, Failure};
 /// finalised, as missing ranks would have to take part in that: report it and end the process with an exit code other
 /// than 0; `mpirun` then ends what is left.
 ///
-/// `SIGTERM`, which `mpirun` sends to the others when a process dies, ends this process with a line on the standard error
-/// that names the lost rank and this rank's last operation, unless `f` fails by itself within half a second.
+/// Where `f` computes for so long that it does not notice a loss within half a second, the process ends with a line on
+/// the standard error that names the lost rank and this rank's last operation. So it does half a second after `SIGTERM`,
+/// which `mpirun` sends before it kills.
 ///
 /// # Errors
 ///
@@ -109,6 +110,7 @@ pub fn try_run_mpi<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
         control,
         last: Mutex::new(None),
         seen: Mutex::new(None),
+        leaving: AtomicBool::new(false),
         done: AtomicBool::new(false),
     });
     let term = Terminate::watch().map_err(engine)?;
@@ -120,6 +122,7 @@ pub fn try_run_mpi<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
             f(shared).map_err(|error| Box::new(RankOutcome::of_error(error.into())))
         }))
     });
+    comm.leaving.store(true, Ordering::SeqCst);
     let result = match result {
         Ok(Ok(value)) => comm.returned().map(|()| value),
         Ok(Err(failed)) => Err(comm.has_failed(failed.0, failed.1)),
@@ -144,6 +147,8 @@ struct MpiCommunicator {
     last: Mutex<Option<Key>>,
     /// The last loss that an operation reported: tells a rank that fails because of it from one that fails on its own.
     seen: Mutex<Option<CommError>>,
+    /// `f` has returned or failed.
+    leaving: AtomicBool,
     /// Nothing more happens here.
     done: AtomicBool,
 }
@@ -320,13 +325,13 @@ impl MpiCommunicator {
         control::spawn("signs of life".into(), beats).map_err(engine)?;
         let comm = self.clone();
         let ends = move || {
-            let mut told = None;
+            let mut since: Option<Instant> = None;
             while !comm.done.load(Ordering::SeqCst) {
-                if terminate.load(Ordering::SeqCst) {
-                    let since: &mut Instant = told.get_or_insert_with(Instant::now);
-                    if since.elapsed() > FAREWELL {
-                        comm.end_now();
-                    }
+                let told = terminate.load(Ordering::SeqCst);
+                if !told && !comm.unaware_of_loss() {
+                    since = None;
+                } else if since.get_or_insert_with(Instant::now).elapsed() > FAREWELL {
+                    comm.end_now();
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -350,20 +355,28 @@ impl MpiCommunicator {
         control::spawn("messages".into(), moves).map_err(engine)
     }
 
+    /// Whether a rank is lost, and this one computes and does not know.
+    fn unaware_of_loss(&self) -> bool {
+        self.control.failed().is_some()
+            && lock(&self.seen).is_none()
+            && !self.leaving.load(Ordering::SeqCst)
+    }
+
     /// Ends the process where the rank itself is too busy to.
     fn end_now(&self) {
         let last = lock(&self.last).map_or("no operation yet".into(), |key| key.to_string());
         let rank = self.rank;
-        let code = match self.control.failed() {
-            Some(Loss { rank: lost, reason }) => {
-                eprintln!("error: rank {lost} {reason}; meanwhile rank {rank} was in {last}");
-                1
-            }
-            None => {
-                eprintln!("error: rank {rank} was told to end (SIGTERM); it was in {last}");
-                128 + SIGTERM
-            }
+        let (code, what) = match self.control.failed() {
+            Some(Loss { rank: lost, reason }) => (
+                1,
+                format!("rank {lost} {reason}; meanwhile rank {rank} was in {last}"),
+            ),
+            None => (
+                128 + SIGTERM,
+                format!("rank {rank} was told to end (SIGTERM); it was in {last}"),
+            ),
         };
+        say(&what);
         signal_hook::low_level::exit(code);
     }
 
@@ -433,7 +446,9 @@ impl MpiCommunicator {
         let (rank, timeout) = (self.rank, self.timeout);
         let guard = move || {
             if waiting.recv_timeout(timeout) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                eprintln!("error: rank {rank} waited {timeout:?} for MPI to end and gave up");
+                say(&format!(
+                    "rank {rank} waited {timeout:?} for MPI to end and gave up"
+                ));
                 signal_hook::low_level::exit(1);
             }
         };
@@ -510,6 +525,13 @@ impl MpiCommunicator {
             },
         }))
     }
+}
+
+/// A line on the standard error, in one piece: all processes share it.
+fn say(error: &str) {
+    use std::io::Write;
+    // Where nobody listens, the exit code has to do.
+    let _ = std::io::stderr().write_all(format!("error: {error}\n").as_bytes());
 }
 
 /// Waits between two looks: hardly when something has just moved, longer the longer nothing does.
