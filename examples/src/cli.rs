@@ -1,6 +1,7 @@
 //! What the binaries have in common: option values, errors, exit codes.
 
 use std::error::Error;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +9,10 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use burn_moe::balance::{BalanceError, PLANNERS};
-use burn_moe::comm::{CommError, Communicator, RankOptions, RanksError, Timing, try_run_ranks};
+use burn_moe::comm::{
+    CommError, Communicator, RankOptions, RanksError, Timing, Topology, try_run_ranks,
+    with_topology,
+};
 use burn_moe::layer::ConfigError;
 use burn_moe::parallel::{Balance, ParallelError};
 use burn_moe_models::checkpoint::CheckpointError;
@@ -17,15 +21,27 @@ use burn_moe_models::pretrained::PretrainedError;
 use burn_moe_models::state::StateError;
 use burn_moe_models::{GenerateError, ModelConfig, ModelError};
 use clap::{Args, ValueEnum};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+#[cfg(feature = "mpi")]
+mod processes;
 
 use crate::data::DataError;
 
 /// Options of everything that runs a model over ranks.
 #[derive(Debug, Clone, Args)]
 pub struct RankArgs {
-    /// Expert-parallel ranks, threads of this process; must divide the experts.
+    /// Expert-parallel ranks; must divide the experts.
     #[arg(long, default_value_t = 4)]
     pub ranks: usize,
+    /// What ranks are: `threads` of this process, or processes that `mpirun -n RANKS` starts.
+    #[arg(long, default_value = "threads")]
+    pub comm: CommArg,
+    /// Nodes that the ranks are on, each with equally many consecutive ranks; replicas stay on their node. Default: as
+    /// found, one for threads.
+    #[arg(long)]
+    pub nodes: Option<usize>,
     /// Replica slots of each rank, shared by all layers.
     #[arg(long, default_value_t = 2)]
     pub slots: usize,
@@ -47,6 +63,15 @@ pub struct RankArgs {
 
 /// Planner that the binaries use unless told otherwise.
 pub const DEFAULT_PLANNER: &str = "exact-fit";
+
+/// Values of `--comm`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CommArg {
+    /// Threads of this process.
+    Threads,
+    /// Processes of an MPI world.
+    Mpi,
+}
 
 /// Values of `--timing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -112,6 +137,7 @@ impl RankArgs {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         match self.timing {
             Some(timing) => timing,
+            None if self.comm == CommArg::Mpi => TimingArg::Wall,
             None if cores >= self.ranks => TimingArg::Wall,
             None => TimingArg::CriticalPath,
         }
@@ -142,6 +168,19 @@ impl RankArgs {
                 )
             },
         )?;
+        let nodes = self.nodes.unwrap_or(1);
+        check(
+            nodes > 0 && self.ranks.is_multiple_of(nodes),
+            "--nodes",
+            nodes,
+            || format!("the divisors of the {} ranks", self.ranks),
+        )?;
+        check(
+            self.comm == CommArg::Threads || cfg!(feature = "mpi"),
+            "--comm",
+            "mpi",
+            || "threads, or mpi in a build with `--features mpi`".into(),
+        )?;
         check(
             self.timeout > 0.0 && self.timeout <= 86_400.0,
             "--timeout",
@@ -152,11 +191,13 @@ impl RankArgs {
 
     /// Runs `f` on every rank and returns what each returned, in order of rank.
     ///
+    /// When ranks are processes, only that of rank 0 returns from a success; the others end.
+    ///
     /// # Errors
     ///
     /// The first error that a rank returned for its own reason, as it is; otherwise what
     /// [`try_run_ranks`] says of the rank that failed.
-    pub fn run<R: Send>(
+    pub fn run<R: Send + Serialize + DeserializeOwned>(
         &self,
         f: impl Fn(Arc<dyn Communicator>) -> Result<R, CliError> + Sync,
     ) -> Result<Vec<R>, CliError> {
@@ -168,19 +209,36 @@ impl RankArgs {
             },
             ..Default::default()
         };
+        let topology = self.nodes.map(|nodes| Topology::nodes(self.ranks, nodes));
+        let topology = topology.transpose().map_err(|error| ConfigError {
+            field: "--nodes",
+            value: error.nodes.to_string(),
+            allowed: format!("the divisors of the {} ranks", error.ranks),
+        })?;
+        let f = |comm: Arc<dyn Communicator>| match &topology {
+            Some(topology) => f(with_topology(comm, topology.clone())),
+            None => f(comm),
+        };
         let own = Mutex::new(None);
-        let result = try_run_ranks(self.ranks, options, |comm| {
-            f(comm).map_err(|error| match error {
-                CliError::Comm(error) => Box::<dyn Error + Send + Sync>::from(error),
-                error => {
-                    let message = error.to_string();
-                    own.lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .get_or_insert(error);
-                    message.into()
-                }
-            })
-        });
+        let own_error = |error: CliError| match error {
+            CliError::Comm(error) => Box::<dyn Error + Send + Sync>::from(error),
+            error => {
+                let message = error.to_string();
+                own.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .get_or_insert(error);
+                message.into()
+            }
+        };
+        let result = match self.comm {
+            CommArg::Threads => {
+                try_run_ranks(self.ranks, options, |comm| f(comm).map_err(own_error))
+            }
+            #[cfg(feature = "mpi")]
+            CommArg::Mpi => processes::run(self.ranks, options, |comm| f(comm).map_err(own_error)),
+            #[cfg(not(feature = "mpi"))]
+            CommArg::Mpi => unreachable!("validate has refused it"),
+        };
         let own = own.into_inner().unwrap_or_else(PoisonError::into_inner);
         match (result, own) {
             (Ok(results), _) => Ok(results),
@@ -312,7 +370,7 @@ impl CliError {
     /// 2 for wrong input, 1 for a failure while running.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Ranks(RanksError::Failed(_))
+            Self::Ranks(RanksError::Failed(_) | RanksError::Engine { .. })
             | Self::Comm(_)
             | Self::Write { .. }
             | Self::State(StateError::Io { .. })
@@ -335,12 +393,37 @@ pub fn keep_freed_memory() {
     }
 }
 
+/// This process's rank when a launcher of MPI processes started it.
+fn launched_rank() -> Option<usize> {
+    ["OMPI_COMM_WORLD_RANK", "PMI_RANK"]
+        .iter()
+        .find_map(|name| std::env::var(name).ok()?.parse().ok())
+}
+
+/// Drops what processes other than that of rank 0 print on the standard output, where it would be
+/// the same again. Errors of ranks still show. Call it before anything is printed.
+pub fn only_rank_0_prints() {
+    #[cfg(unix)]
+    if launched_rank().is_some_and(|rank| rank != 0)
+        && let Ok(nowhere) = std::fs::File::options().write(true).open("/dev/null")
+    {
+        use std::os::fd::AsRawFd;
+        // SAFETY: both are open file descriptors; standard output stays one.
+        unsafe { libc::dup2(nowhere.as_raw_fd(), libc::STDOUT_FILENO) };
+    }
+}
+
 /// Prints the error, if any, as one line and gives the exit code.
 pub fn finish(result: Result<(), CliError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            // Wrong input is the same for all processes of a world: one of them says so.
+            if error.exit_code() != 2 || launched_rank().unwrap_or(0) == 0 {
+                // In one piece: all processes of a world share the standard error.
+                let line = format!("error: {error}\n");
+                let _ = std::io::stderr().write_all(line.as_bytes());
+            }
             ExitCode::from(error.exit_code())
         }
     }

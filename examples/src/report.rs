@@ -9,7 +9,7 @@ use burn_moe::parallel::LayerStats;
 use burn_moe_models::ModelConfig;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::cli::CliError;
 
@@ -132,7 +132,7 @@ pub struct DecodeRun {
 }
 
 /// A prompt and what follows.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Continuation {
     /// The prompt.
     pub prompt: String,
@@ -293,7 +293,7 @@ impl LayerSummary {
 }
 
 /// Experts chosen in one forward pass: of each MoE layer `[tokens, k]`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RoutingRecord(Vec<Vec<u16>>);
 
 impl RoutingRecord {

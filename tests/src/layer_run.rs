@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_moe::comm::{RankOptions, run_ranks};
+use burn_moe::comm::{RankOptions, Topology};
 use burn_moe::layer::{Moe, MoeConfig};
 use burn_moe::parallel::{Balance, CombineOrder, ExpertParallel, LayerStats, ParallelOptions};
 
-use crate::{random, values};
+use crate::{random, ranks, values};
 
 /// One layer applied to the tokens of a batch that is divided among ranks.
 #[derive(Debug, Clone)]
@@ -30,6 +30,12 @@ pub struct LayerRun {
     pub slots: usize,
     /// Order of additions.
     pub combine: CombineOrder,
+    /// Nodes that the ranks are said to be on.
+    pub nodes: usize,
+    /// Whether rows between nodes go through ranks of the same index.
+    pub hierarchical: bool,
+    /// Whether replicas' weights are sent before the tokens.
+    pub overlap: bool,
 }
 
 /// What came out, put together over the ranks. All values of the batch are in token order.
@@ -62,6 +68,9 @@ impl LayerRun {
             balance: Balance::None,
             slots: 0,
             combine: CombineOrder::Exact,
+            nodes: 1,
+            hierarchical: false,
+            overlap: true,
         }
     }
 
@@ -96,7 +105,7 @@ impl LayerRun {
     pub fn run(&self) -> LayerResult {
         let width = self.config.router.d_model;
         let (x, factors) = (self.tokens(), self.loss_factors());
-        let parts = run_ranks(self.ranks, RankOptions::default(), |comm| {
+        let parts = ranks::run(self.ranks, RankOptions::default(), |comm| {
             let device = Device::flex().autodiff();
             let tokens = self.tokens_of(comm.rank());
             let part = |all: &[f32]| {
@@ -110,6 +119,9 @@ impl LayerRun {
                 balance: self.balance,
                 slots: self.slots,
                 combine: self.combine,
+                topology: Some(Topology::nodes(self.ranks, self.nodes).unwrap()),
+                hierarchical: self.hierarchical,
+                overlap: self.overlap,
                 ..Default::default()
             };
             let ep = ExpertParallel::new(comm.clone(), options).unwrap();
@@ -132,8 +144,7 @@ impl LayerRun {
                 values(&moe.router.gate.val().grad(&grads).unwrap()),
                 ep.take_stats().remove(0),
             )
-        })
-        .unwrap();
+        });
         let mut grad_gate = vec![0.0; parts[0].4.len()];
         for part in &parts {
             for (sum, v) in grad_gate.iter_mut().zip(&part.4) {

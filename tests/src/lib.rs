@@ -1,8 +1,12 @@
 //! What the workspace's tests share: random host tensors, naive references in f64, and a layer run
 //! over any number of ranks.
 
+pub mod bodies;
 pub mod layer_run;
 pub mod naive;
+#[cfg(feature = "mpi")]
+pub mod processes;
+pub mod ranks;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};

@@ -249,9 +249,12 @@ fn a_panic_while_replicating() {
                 }),
                 false => comm,
             };
-            Model::new(comm, 2, ParallelOptions::default())
-                .heated()
-                .step(|_| true);
+            // Sent when they are waited for: early, nobody would wait for weights yet.
+            let options = ParallelOptions {
+                overlap: false,
+                ..Default::default()
+            };
+            Model::new(comm, 2, options).heated().step(|_| true);
         });
         let failure = on_wall_time;
         assert_eq!(failure.rank, rank, "{failure}");

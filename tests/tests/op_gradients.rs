@@ -278,6 +278,7 @@ proptest! {
                 backward_key: Key::new(Op::DispatchBackward, step, 0),
                 send: sent(rank).into(),
                 receive: received(rank).into(),
+                before_backward: None,
             };
             let shape = [sent(rank).iter().sum(), width];
             for (step, (dtype, _)) in TOLERANCES.into_iter().enumerate() {
@@ -458,6 +459,7 @@ fn operands_need_not_be_contiguous() {
             backward_key: Key::new(Op::DispatchBackward, 0, 0),
             send: [1, 2].into(),
             receive: [comm.rank() + 1; 2].into(),
+            before_backward: None,
         };
         let rows = tensor64(&x, x_shape, &Device::flex()).slice(s![1..4]);
         values(&all_to_all_rows(rows, exchange))

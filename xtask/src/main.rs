@@ -16,6 +16,9 @@ struct Cli {
 enum Task {
     /// Run every test that the default features build, documentation examples included.
     Test {
+        /// Run those of ranks that are processes instead. Needs OpenMPI (libopenmpi-dev, openmpi-bin) and libclang.
+        #[arg(long)]
+        mpi: bool,
         /// Arguments for `cargo test`, after `--`.
         #[arg(last = true)]
         args: Vec<String>,
@@ -32,7 +35,8 @@ enum Task {
 
 fn main() -> ExitCode {
     let done = match Cli::parse().task {
-        Task::Test { args } => cargo("test", &["--workspace"], &args, &[]),
+        Task::Test { mpi: true, args } => cargo("test", &MPI, &args, &[]),
+        Task::Test { mpi: false, args } => cargo("test", &["--workspace"], &args, &[]),
         Task::Check => check(),
         Task::Bench { args } => cargo("bench", &["--package", "burn-moe"], &args, &[]),
     };
@@ -42,6 +46,17 @@ fn main() -> ExitCode {
         ExitCode::FAILURE
     }
 }
+
+/// The workspace is named so that dependencies are built as for the other tests.
+const MPI: [&str; 7] = [
+    "--workspace",
+    "--features",
+    "burn-moe-tests/mpi,burn-moe-examples/mpi",
+    "--test",
+    "mpi",
+    "--test",
+    "mpi_programs",
+];
 
 fn check() -> bool {
     let deny = ("RUSTDOCFLAGS", "-D warnings");

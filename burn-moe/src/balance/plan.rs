@@ -1,8 +1,8 @@
 use super::{LoadMatrix, Placement};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One extra instance of an expert.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Replica {
     /// The expert whose weights are copied.
     pub expert: u32,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{CommError, Key, collectives};
+use super::{CommError, Key, Topology, collectives};
 
 /// What a rank uses to talk to the other ranks of its group.
 ///
@@ -25,6 +25,11 @@ pub trait Communicator: Send + Sync {
 
     /// How many ranks there are.
     fn size(&self) -> usize;
+
+    /// Which ranks share a fast domain, such as a node. Unless the engine knows better, all do.
+    fn topology(&self) -> Topology {
+        Topology::flat(self.size())
+    }
 
     /// How long an operation waits for another rank before it gives up.
     fn timeout(&self) -> Duration;

@@ -14,6 +14,8 @@ pub struct Key {
     pub op: Op,
     /// A chunk or sub-message of the operation, for example a replica slot. Zero when there is only one.
     pub part: u32,
+    /// The sub-group that exchanges it, 0 for the whole world. [`split`](super::split) sets it; nobody else needs to.
+    pub group: u64,
 }
 
 impl Key {
@@ -24,6 +26,7 @@ impl Key {
             layer,
             op,
             part: 0,
+            group: 0,
         }
     }
 
@@ -54,6 +57,9 @@ impl fmt::Display for Key {
         )?;
         if self.part != 0 {
             write!(f, ", part {}", self.part)?;
+        }
+        if self.group != 0 {
+            write!(f, ", group {:x}", self.group & 0xffff)?;
         }
         f.write_str(")")
     }

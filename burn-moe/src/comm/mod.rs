@@ -15,10 +15,18 @@ mod clock;
 mod collectives;
 mod communicator;
 mod error;
+mod group;
+mod hierarchical;
 mod key;
 mod local;
+mod meter;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod outcome;
 mod ranks;
+mod topology;
+#[cfg(feature = "mpi")]
+mod wire;
 
 #[cfg(test)]
 mod tests;
@@ -26,7 +34,11 @@ mod tests;
 pub use clock::{TimeSource, Timing};
 pub use communicator::Communicator;
 pub use error::{CommError, fail};
+pub use group::split;
+pub use hierarchical::{hierarchical, with_topology};
 pub use key::{Key, Op};
 pub use local::solo;
+pub use meter::{Meter, Traffic};
 pub use outcome::{RankOutcome, RanksError, RanksFailure};
 pub use ranks::{RankOptions, run_ranks, try_run_ranks};
+pub use topology::{Topology, TopologyError};

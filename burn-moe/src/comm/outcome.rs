@@ -26,6 +26,25 @@ pub enum RanksError {
         /// The system's message.
         message: String,
     },
+    /// There are not as many processes as there should be ranks; nothing has run.
+    #[error("{found} process(es) were started, needed is one for each of the {expected} ranks")]
+    World {
+        /// The ranks asked for.
+        expected: usize,
+        /// The processes found.
+        found: usize,
+    },
+    /// Only ranks that are threads of one process can compute in turns; nothing has run.
+    #[error("ranks that are processes have no critical-path timing, allowed is wall")]
+    Timing,
+    /// The engine that connects the ranks failed outside of any operation.
+    #[error("the {engine} engine failed: {message}")]
+    Engine {
+        /// The engine's name.
+        engine: &'static str,
+        /// What it said.
+        message: String,
+    },
     /// A rank failed.
     #[error(transparent)]
     Failed(Box<RanksFailure>),
@@ -53,6 +72,8 @@ pub enum RankOutcome {
     Failed(String),
     /// It left with an error of the communicator, returned or thrown by [`fail`](super::fail).
     Comm(CommError),
+    /// It was in another process, which told this or did not live to tell: `died: ...`, `gave no sign of life ...`.
+    Lost(String),
 }
 
 impl fmt::Display for RankOutcome {
@@ -62,6 +83,7 @@ impl fmt::Display for RankOutcome {
             RankOutcome::Panicked(message) => write!(f, "panicked: {message}"),
             RankOutcome::Failed(message) => write!(f, "failed: {message}"),
             RankOutcome::Comm(error) => write!(f, "failed: {error}"),
+            RankOutcome::Lost(reason) => f.write_str(reason),
         }
     }
 }

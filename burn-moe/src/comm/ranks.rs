@@ -75,19 +75,7 @@ pub fn try_run_ranks<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
     options: RankOptions,
     f: impl Fn(Arc<dyn Communicator>) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, RanksError> {
-    for (field, value) in [
-        ("the number of ranks", size),
-        ("threads_per_rank", options.threads_per_rank),
-        ("stack_size", options.stack_size),
-    ] {
-        if value == 0 {
-            return Err(RanksError::Invalid {
-                field,
-                value,
-                allowed: "1 or more",
-            });
-        }
-    }
+    check_options(size, &options)?;
     // All of them before any rank runs: a rank without a thread would keep the others waiting.
     let pools = (0..size)
         .map(|rank| pool(rank, &options))
@@ -122,10 +110,27 @@ pub fn try_run_ranks<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
     Ok(results.collect())
 }
 
+pub(super) fn check_options(size: usize, options: &RankOptions) -> Result<(), RanksError> {
+    for (field, value) in [
+        ("the number of ranks", size),
+        ("threads_per_rank", options.threads_per_rank),
+        ("stack_size", options.stack_size),
+    ] {
+        if value == 0 {
+            return Err(RanksError::Invalid {
+                field,
+                value,
+                allowed: "1 or more",
+            });
+        }
+    }
+    Ok(())
+}
+
 /// For the threads that only wait for a rank's pool; what is computed runs in the pool.
 const WAITING_STACK: usize = 256 << 10;
 
-fn pool(rank: usize, options: &RankOptions) -> Result<ThreadPool, RanksError> {
+pub(super) fn pool(rank: usize, options: &RankOptions) -> Result<ThreadPool, RanksError> {
     ThreadPoolBuilder::new()
         .num_threads(options.threads_per_rank)
         .stack_size(options.stack_size)

@@ -2,6 +2,8 @@
 
 mod collectives;
 mod faults;
+mod groups;
+mod hierarchies;
 mod ranks;
 mod timing;
 

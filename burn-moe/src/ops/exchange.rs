@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
@@ -35,6 +35,8 @@ pub struct RowExchange {
     pub send: Arc<[usize]>,
     /// Rows from each rank, in order of rank.
     pub receive: Arc<[usize]>,
+    /// What to do before the exchange of gradients.
+    pub before_backward: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
 impl RowExchange {
@@ -46,6 +48,15 @@ impl RowExchange {
             backward_key: self.key,
             send: self.receive.clone(),
             receive: self.send.clone(),
+            before_backward: None,
+        }
+    }
+
+    /// The same exchange, which does something before gradients travel back, such as sending what will be needed next.
+    pub fn with_before_backward(self, f: impl Fn() + Send + Sync + 'static) -> Self {
+        Self {
+            before_backward: Some(Arc::new(f)),
+            ..self
         }
     }
 
@@ -105,6 +116,8 @@ struct Active {
     outgoing: Vec<Replica>,
     incoming: Vec<Replica>,
     pool: Arc<ReplicaPool>,
+    /// Whether the weights have been sent, forward and backward.
+    sent: [AtomicBool; 2],
 }
 
 impl Replication {
@@ -140,7 +153,34 @@ impl Replication {
             outgoing,
             incoming,
             pool,
+            sent: Default::default(),
         })))
+    }
+
+    /// The replicas whose weights are still to be sent in this pass; from now on they count as sent.
+    pub(crate) fn to_send(&self, pass: Pass) -> &[Replica] {
+        match &self.0 {
+            Some(active) if !active.sent[pass as usize].swap(true, Ordering::Relaxed) => {
+                &active.outgoing
+            }
+            _ => &[],
+        }
+    }
+
+    /// What is still to be sent in this pass, alone; from now on it counts as sent here. `None` when there is nothing.
+    pub(crate) fn outgoing_only(&self, pass: Pass) -> Option<Self> {
+        let (active, outgoing) = (self.0.as_ref()?, self.to_send(pass));
+        if outgoing.is_empty() {
+            return None;
+        }
+        Some(Self::new(
+            active.comm.clone(),
+            active.step,
+            active.layer,
+            outgoing.to_vec(),
+            Vec::new(),
+            active.pool.clone(),
+        ))
     }
 
     /// Replicas of this rank's experts on other ranks.
@@ -198,12 +238,7 @@ impl Replication {
 
 impl Active {
     fn key(&self, op: Op, replica: &Replica, matrix: u32) -> Key {
-        Key {
-            step: self.step,
-            layer: self.layer,
-            op,
-            part: 2 * replica.slot as u32 + matrix,
-        }
+        Key::new(op, self.step, self.layer).with_part(2 * replica.slot as u32 + matrix)
     }
 }
 
@@ -317,7 +352,7 @@ pub(crate) fn fetch_experts_through_host<B: Backend>(
     pass: Pass,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let op = pass.replicate();
-    for replica in replication.outgoing() {
+    for replica in replication.to_send(pass) {
         for (matrix, weights) in [&gate_up, &down].into_iter().enumerate() {
             let expert = expert_of::<B>(weights, replica.local_expert);
             let payload = payload_of(host_data::<B>(expert).into_bytes());

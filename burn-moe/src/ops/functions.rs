@@ -4,7 +4,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Int, Shape, Tensor};
 
-use super::{MoeOps, Replication, RowExchange, TopK};
+use super::{MoeOps, Pass, Replication, RowExchange, TopK};
 
 /// Chooses each token's experts, best first (DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
 /// top-k of `scores + bias` within the `kept_groups` groups whose two best biased scores sum
@@ -133,6 +133,30 @@ pub fn expert_swiglu(
         offsets.into_dispatch(),
         replication,
     ))
+}
+
+/// Sends the home experts that `replication` names to the ranks that replicate them, without waiting. What would send
+/// them in this pass ([`expert_swiglu`], or its backward pass) then only receives. No gradient flows through it.
+///
+/// # Shapes
+///
+/// - `gate_up`: `[experts, d_model, 2 * d_hidden]`
+/// - `down`: `[experts, d_hidden, d_model]`
+///
+/// # Panics
+///
+/// Unwinds with the [`CommError`](crate::comm::CommError) when a rank is lost.
+pub fn send_experts(gate_up: Tensor<3>, down: Tensor<3>, replication: &Replication, pass: Pass) {
+    let Some(outgoing) = replication.outgoing_only(pass) else {
+        return;
+    };
+    // With nothing to receive, the slots that come back are empty.
+    Dispatch::fetch_experts(
+        gate_up.inner().into_dispatch(),
+        down.inner().into_dispatch(),
+        outgoing,
+        pass,
+    );
 }
 
 /// Sends rows to other ranks and receives theirs; all ranks of the exchange must call it. The

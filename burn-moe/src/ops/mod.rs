@@ -22,7 +22,9 @@ mod functions;
 
 pub use exchange::{Pass, Replica, ReplicaPool, Replication, RowExchange};
 pub(crate) use functions::reshape;
-pub use functions::{all_to_all_rows, expert_swiglu, gather_rows, select_experts, sum_rows};
+pub use functions::{
+    all_to_all_rows, expert_swiglu, gather_rows, select_experts, send_experts, sum_rows,
+};
 
 use burn::backend::{
     Backend, backend_extension,
@@ -147,7 +149,8 @@ pub trait MoeOps: Backend {
         output
     }
 
-    /// Sends the home experts that others replicate, and receives into this rank's slots:
+    /// Sends the home experts that others replicate, unless [`send_experts`] already has in this
+    /// pass, and receives into this rank's slots:
     /// `gate_up [L, D, 2F]`, `down [L, F, D]` -> `[R, D, 2F]`, `[R, F, D]`.
     #[allow(unused_variables)]
     fn fetch_experts(

@@ -14,10 +14,12 @@ use crate::balance::{
 };
 use crate::comm::{Key, Op, fail};
 use crate::layer::GroupedExperts;
-use crate::ops::{Replica, Replication, RowExchange, all_to_all_rows, gather_rows, sum_rows};
+use crate::ops::{
+    Pass, Replica, Replication, RowExchange, all_to_all_rows, gather_rows, send_experts, sum_rows,
+};
 
 /// What one forward pass of one layer did, as one rank saw it.
-#[derive(Debug, Clone, serde::Serialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub struct LayerStats {
     /// The layer, as numbered by the model.
     pub layer: u32,
@@ -135,6 +137,15 @@ pub(crate) fn forward(
         Ok(())
     );
     let replication = replication(layer, &state.plan, step);
+    // Outside of the graph, as they are used inside of its backward pass.
+    let of_experts = [&experts.gate_up, &experts.down].map(|weights| weights.val().inner());
+    let send_weights = move |replication: &Replication, pass| {
+        let [gate_up, down] = of_experts.clone();
+        send_experts(gate_up, down, replication, pass);
+    };
+    if options.overlap {
+        send_weights(&replication, Pass::Forward);
+    }
 
     // Reroute.
     state
@@ -151,11 +162,21 @@ pub(crate) fn forward(
 
     // Dispatch, experts, combine.
     let exchange = |op, backward, send: &[usize], receive: &[usize]| RowExchange {
-        comm: comm.clone(),
+        comm: ep.rows().clone(),
         key: key(op),
         backward_key: key(backward),
         send: send.into(),
         receive: receive.into(),
+        before_backward: None,
+    };
+    // Outputs come back last, so their gradients are what the backward pass sends first.
+    let combining = |send: &[usize], receive: &[usize]| {
+        let exchange = exchange(Op::Combine, Op::CombineBackward, send, receive);
+        if !options.overlap || replication.outgoing().is_empty() {
+            return exchange;
+        }
+        let (send_weights, replication) = (send_weights.clone(), replication.clone());
+        exchange.with_before_backward(move || send_weights(&replication, Pass::Backward))
     };
     let rows = gather_rows(x, indices(outbound.token_of_row, &device));
     let received = all_to_all_rows(
@@ -178,15 +199,7 @@ pub(crate) fn forward(
         CombineOrder::Exact => {
             sent_back = outbound.copies.iter();
             let arrived = gather_rows(outputs, indices(inbound.sorted_place, &device));
-            let returned = all_to_all_rows(
-                arrived,
-                exchange(
-                    Op::Combine,
-                    Op::CombineBackward,
-                    &inbound.copies,
-                    &outbound.copies,
-                ),
-            );
+            let returned = all_to_all_rows(arrived, combining(&inbound.copies, &outbound.copies));
             let index = matrix(outbound.copy_index, [tokens, k], &device);
             sum_rows(returned, index, weights)
         }
@@ -208,15 +221,7 @@ pub(crate) fn forward(
                 gather_rows(weights, indices(inbound.arrivals_of_row, &device)).reshape(shape);
             let index = matrix(inbound.copies_of_row, shape, &device);
             let summed = sum_rows(outputs, index, weights);
-            let returned = all_to_all_rows(
-                summed,
-                exchange(
-                    Op::Combine,
-                    Op::CombineBackward,
-                    &inbound.rows,
-                    &outbound.rows,
-                ),
-            );
+            let returned = all_to_all_rows(summed, combining(&inbound.rows, &outbound.rows));
             let shape = [tokens, outbound.row_index_width];
             let index = matrix(outbound.row_index, shape, &device);
             let ones = Tensor::ones(shape, (&returned.device(), returned.dtype()));

@@ -28,6 +28,17 @@ pub fn reduce_gradients<M: Module>(
     comm: &dyn Communicator,
     key: Key,
 ) -> Result<GradientsParams, CommError> {
+    reduce(grads, module, comm, key, false)
+}
+
+/// Adds up, over all ranks of `comm`, the gradients of the experts (`sharded`), or of everything else.
+pub(super) fn reduce<M: Module>(
+    grads: GradientsParams,
+    module: &M,
+    comm: &dyn Communicator,
+    key: Key,
+    sharded: bool,
+) -> Result<GradientsParams, CommError> {
     if comm.size() == 1 {
         return Ok(grads);
     }
@@ -36,6 +47,7 @@ pub fn reduce_gradients<M: Module>(
         flat: Vec::new(),
         flat64: Vec::new(),
         inside_sharded: 0,
+        sharded,
     };
     module.visit(&mut collect);
     let Collect {
@@ -53,6 +65,7 @@ pub fn reduce_gradients<M: Module>(
         flat: &flat,
         flat64: &flat64,
         inside_sharded: 0,
+        sharded,
     };
     module.visit(&mut spread);
     Ok(spread.grads)
@@ -66,6 +79,8 @@ struct Collect {
     /// Of f64 parameters.
     flat64: Vec<f64>,
     inside_sharded: usize,
+    /// Which parameters: those inside of sharded modules, or the others.
+    sharded: bool,
 }
 
 impl ModuleVisitor for Collect {
@@ -78,7 +93,7 @@ impl ModuleVisitor for Collect {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.inside_sharded > 0 || !param.is_require_grad() {
+        if (self.inside_sharded > 0) != self.sharded || !param.is_require_grad() {
             return;
         }
         let len = param.lazy_shape().num_elements();
@@ -105,6 +120,7 @@ struct Spread<'a> {
     flat: &'a [f32],
     flat64: &'a [f64],
     inside_sharded: usize,
+    sharded: bool,
 }
 
 impl ModuleVisitor for Spread<'_> {
@@ -117,7 +133,7 @@ impl ModuleVisitor for Spread<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.inside_sharded > 0 || !param.is_require_grad() {
+        if (self.inside_sharded > 0) != self.sharded || !param.is_require_grad() {
             return;
         }
         let value = param.val().inner();

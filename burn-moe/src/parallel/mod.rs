@@ -16,6 +16,8 @@ mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
+#[cfg(feature = "autodiff")]
+mod mesh;
 
 use std::fmt;
 use std::ops::Range;
@@ -27,9 +29,11 @@ pub use forward::LayerStats;
 pub(crate) use forward::{ParallelLayer, forward};
 #[cfg(feature = "autodiff")]
 pub use gradients::reduce_gradients;
+#[cfg(feature = "autodiff")]
+pub use mesh::Mesh;
 
 use crate::balance::{BalanceError, Placement, planner};
-use crate::comm::{Communicator, solo};
+use crate::comm::{CommError, Communicator, Topology, hierarchical, solo};
 use crate::layer::ConfigError;
 use crate::ops::ReplicaPool;
 
@@ -68,6 +72,15 @@ pub struct ParallelOptions {
     pub slots: usize,
     /// Order of additions in combine.
     pub combine: CombineOrder,
+    /// Which ranks share a fast domain, if not as the communicator says. Replicas stay inside the domain of their
+    /// expert's home, provided that domains are equally many consecutive ranks; otherwise they go anywhere.
+    pub topology: Option<Topology>,
+    /// Rows between domains travel in one message for each pair of domains and index: first to the rank of the same
+    /// index in the target domain, which hands them on inside. Fewer and larger messages on the slow links, the same bits.
+    pub hierarchical: bool,
+    /// Sends the weights of replicas before the tokens they are for, in both passes, so that they are on their way while
+    /// tokens travel and home experts compute. Off, they are sent when they are waited for; for comparison.
+    pub overlap: bool,
     /// Several models may share a communicator: this one is number `lane` of `lanes`.
     pub lane: u64,
     /// How many models share the communicator.
@@ -81,6 +94,9 @@ impl Default for ParallelOptions {
             planner: "exact-fit".into(),
             slots: 2,
             combine: CombineOrder::default(),
+            topology: None,
+            hierarchical: false,
+            overlap: true,
             lane: 0,
             lanes: 1,
         }
@@ -90,7 +106,11 @@ impl Default for ParallelOptions {
 /// One rank's side of expert parallelism for one model.
 pub struct ExpertParallel {
     comm: Arc<dyn Communicator>,
+    /// What rows travel over: `comm`, or a way over it that respects the domains.
+    rows: Arc<dyn Communicator>,
     options: ParallelOptions,
+    /// Ranks of each domain.
+    ranks_per_domain: usize,
     pool: Arc<ReplicaPool>,
     stats: Mutex<Vec<LayerStats>>,
 }
@@ -98,7 +118,8 @@ pub struct ExpertParallel {
 impl ExpertParallel {
     /// # Errors
     ///
-    /// When the planner is unknown, or the lane is not below the number of lanes.
+    /// When the planner is unknown, the lane is not below the number of lanes, or the topology is of another number of
+    /// ranks.
     pub fn new(
         comm: Arc<dyn Communicator>,
         options: ParallelOptions,
@@ -110,8 +131,21 @@ impl ExpertParallel {
             options.lane,
             format!("less than lanes ({})", options.lanes),
         )?;
+        let topology = (options.topology.clone()).unwrap_or_else(|| comm.topology());
+        ConfigError::check(
+            topology.ranks() == comm.size(),
+            "topology",
+            format!("one of {} ranks", topology.ranks()),
+            format!("one of the communicator's {} ranks", comm.size()),
+        )?;
+        let rows = match options.hierarchical && topology.domains() > 1 {
+            true => hierarchical(comm.clone(), topology.clone()),
+            false => comm.clone(),
+        };
         Ok(Arc::new(Self {
+            ranks_per_domain: topology.ranks_per_domain().unwrap_or(comm.size()),
             comm,
+            rows,
             options,
             pool: Arc::default(),
             stats: Mutex::default(),
@@ -126,6 +160,11 @@ impl ExpertParallel {
     /// The communicator of this rank.
     pub fn comm(&self) -> &Arc<dyn Communicator> {
         &self.comm
+    }
+
+    /// What rows of tokens travel over.
+    pub(crate) fn rows(&self) -> &Arc<dyn Communicator> {
+        &self.rows
     }
 
     /// The settings.
@@ -169,6 +208,8 @@ impl ExpertParallel {
 
     fn placement(&self, num_experts: usize) -> Placement {
         Placement::contiguous(num_experts, self.comm.size())
+            .with_domains(self.ranks_per_domain)
+            .expect("a domain has at least one rank")
     }
 }
 
@@ -191,4 +232,7 @@ pub enum ParallelError {
     /// The balancer refuses its settings.
     #[error(transparent)]
     Balance(#[from] BalanceError),
+    /// A rank was lost or too late while the groups were formed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
 }

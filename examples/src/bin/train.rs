@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use burn_moe_examples::cli::{finish, keep_freed_memory};
+use burn_moe_examples::cli::{finish, keep_freed_memory, only_rank_0_prints};
 use burn_moe_examples::train::{TrainArgs, run};
 use clap::Parser;
 
@@ -17,5 +17,6 @@ struct Cli {
 
 fn main() -> ExitCode {
     keep_freed_memory();
+    only_rank_0_prints();
     finish(run(&Cli::parse().train).map(|_| ()))
 }

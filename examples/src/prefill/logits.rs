@@ -5,11 +5,12 @@ use std::path::Path;
 use burn_moe_models::{DecoderOutput, ModelConfig, TokenBatch};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
+use serde::{Deserialize, Serialize};
 
 use crate::cli::CliError;
 
 /// Logits and routing of one prompt, all its tokens in order.
-#[derive(Default)]
+#[derive(Default, Serialize, Deserialize)]
 pub(super) struct PromptOutput {
     length: usize,
     /// `[length, vocab_size]`

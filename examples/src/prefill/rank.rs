@@ -6,6 +6,7 @@ use burn_moe::comm::{Communicator, Key, Op};
 use burn_moe::parallel::{ExpertParallel, LayerStats, ParallelOptions};
 use burn_moe_models::{GenerateOptions, Generation, LogitsOf, ModelConfig};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::{Deserialize, Serialize};
 
 use super::PrefillArgs;
 use super::logits::PromptOutput;
@@ -23,6 +24,7 @@ pub(super) struct Job<'a> {
 }
 
 /// One balancer on one rank.
+#[derive(Serialize, Deserialize)]
 pub(super) struct RunOutcome {
     pub time_to_first_token: f64,
     pub decode_seconds: f64,

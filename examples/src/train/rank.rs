@@ -18,6 +18,8 @@ use burn_moe_models::state::Snapshot;
 use burn_moe_models::train::Accumulator;
 use burn_moe_models::{Decoder, FeedForwardKind, TokenBatch, checkpoint};
 
+use serde::{Deserialize, Serialize};
+
 use super::TrainArgs;
 use super::progress::Progress;
 use super::states::States;
@@ -27,6 +29,7 @@ use crate::data::Corpus;
 use crate::report::RoutingRecord;
 
 /// What a rank brings home.
+#[derive(Serialize, Deserialize)]
 pub struct RankOutcome {
     pub runs: Vec<RunOutcome>,
     /// Parameters of the whole model.
@@ -36,7 +39,7 @@ pub struct RankOutcome {
 }
 
 /// Of one balancer's run.
-#[derive(Default)]
+#[derive(Default, Serialize, Deserialize)]
 pub struct RunOutcome {
     /// Bits per token of each step.
     pub loss: Vec<f64>,

@@ -183,6 +183,9 @@ impl<B: MoeOps, C: CheckpointStrategy> MoeOps for Autodiff<B, C> {
                 grads: &mut Gradients,
                 _checkpointer: &mut Checkpointer,
             ) {
+                if let Some(before) = &ops.state.before_backward {
+                    before();
+                }
                 let back = ops.state.reversed();
                 unary::<B, _>(ops.parents, ops.node, grads, |grad| {
                     B::all_to_all_rows(grad, back)

@@ -79,10 +79,11 @@ fn fetch<T: Real>(
 ) -> (FlexTensor, FlexTensor) {
     let op = pass.replicate();
     let home = [gate_up, down].map(operand::<T>);
+    let to_send = replication.to_send(pass);
     for (matrix, weights) in home.iter().enumerate() {
         let payload = share(weights);
         let size = expert_len(weights) * size_of::<T>();
-        for replica in replication.outgoing() {
+        for replica in to_send {
             let start = replica.local_expert * size;
             replication.send(
                 op,
