@@ -24,7 +24,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-#[cfg(feature = "mpi")]
+#[cfg(any(feature = "mpi", feature = "tcp"))]
 mod processes;
 
 use crate::data::DataError;
@@ -35,7 +35,8 @@ pub struct RankArgs {
     /// Expert-parallel ranks; must divide the experts.
     #[arg(long, default_value_t = 4)]
     pub ranks: usize,
-    /// What ranks are: `threads` of this process, or processes that `mpirun -n RANKS` starts.
+    /// What ranks are: `threads` of this process, processes that `mpirun -n RANKS` starts, or processes with the variables
+    /// of torchrun, mpirun or srun (RANK, WORLD_SIZE, MASTER_ADDR, ...) that connect by TCP.
     #[arg(long, default_value = "threads")]
     pub comm: CommArg,
     /// Nodes that the ranks are on, each with equally many consecutive ranks; replicas stay on their node. Default: as
@@ -71,6 +72,8 @@ pub enum CommArg {
     Threads,
     /// Processes of an MPI world.
     Mpi,
+    /// Processes connected by TCP.
+    Tcp,
 }
 
 /// Values of `--timing`.
@@ -137,7 +140,7 @@ impl RankArgs {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         match self.timing {
             Some(timing) => timing,
-            None if self.comm == CommArg::Mpi => TimingArg::Wall,
+            None if self.comm != CommArg::Threads => TimingArg::Wall,
             None if cores >= self.ranks => TimingArg::Wall,
             None => TimingArg::CriticalPath,
         }
@@ -175,12 +178,17 @@ impl RankArgs {
             nodes,
             || format!("the divisors of the {} ranks", self.ranks),
         )?;
-        check(
-            self.comm == CommArg::Threads || cfg!(feature = "mpi"),
-            "--comm",
-            "mpi",
-            || "threads, or mpi in a build with `--features mpi`".into(),
-        )?;
+        for (comm, built) in [
+            (CommArg::Mpi, cfg!(feature = "mpi")),
+            (CommArg::Tcp, cfg!(feature = "tcp")),
+        ] {
+            check(self.comm != comm || built, "--comm", comm.name(), || {
+                format!(
+                    "threads, or {0} in a build with `--features {0}`",
+                    comm.name()
+                )
+            })?;
+        }
         check(
             self.timeout > 0.0 && self.timeout <= 86_400.0,
             "--timeout",
@@ -234,10 +242,10 @@ impl RankArgs {
             CommArg::Threads => {
                 try_run_ranks(self.ranks, options, |comm| f(comm).map_err(own_error))
             }
-            #[cfg(feature = "mpi")]
-            CommArg::Mpi => processes::run(self.ranks, options, |comm| f(comm).map_err(own_error)),
-            #[cfg(not(feature = "mpi"))]
-            CommArg::Mpi => unreachable!("validate has refused it"),
+            #[cfg(any(feature = "mpi", feature = "tcp"))]
+            comm => processes::run(comm, self.ranks, options, |comm| f(comm).map_err(own_error)),
+            #[cfg(not(any(feature = "mpi", feature = "tcp")))]
+            _ => unreachable!("validate has refused it"),
         };
         let own = own.into_inner().unwrap_or_else(PoisonError::into_inner);
         match (result, own) {
@@ -393,9 +401,24 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// This process's rank when a launcher of MPI processes started it.
+impl CommArg {
+    /// The option's value.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Threads => "threads",
+            Self::Mpi => "mpi",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// This process's rank when a launcher started it. Before the options are read: so many programs set `RANK` that it
+/// counts only with `--comm tcp`.
 fn launched_rank() -> Option<usize> {
-    ["OMPI_COMM_WORLD_RANK", "PMI_RANK"]
+    let tcp = std::env::args().any(|arg| arg == "tcp" || arg == "--comm=tcp");
+    let names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID"];
+    let known = if tcp { &names[..] } else { &names[..2] };
+    known
         .iter()
         .find_map(|name| std::env::var(name).ok()?.parse().ok())
 }

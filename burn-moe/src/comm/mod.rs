@@ -24,8 +24,10 @@ mod meter;
 pub mod mpi;
 mod outcome;
 mod ranks;
+#[cfg(feature = "tcp")]
+pub mod tcp;
 mod topology;
-#[cfg(feature = "mpi")]
+#[cfg(any(feature = "mpi", feature = "tcp"))]
 mod wire;
 
 #[cfg(test)]

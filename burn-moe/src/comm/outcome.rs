@@ -124,6 +124,46 @@ impl Error for RanksFailure {
     }
 }
 
+#[cfg(any(feature = "mpi", feature = "tcp"))]
+impl RanksFailure {
+    /// What one process knows: rank `rank` has failed with `outcome`, with `below` among its sources, after it was told
+    /// of `seen`.
+    pub(super) fn seen_by(
+        rank: usize,
+        outcome: RankOutcome,
+        below: Option<CommError>,
+        seen: Option<CommError>,
+    ) -> Self {
+        let below = match &outcome {
+            RankOutcome::Comm(error) => Some(error.clone()),
+            _ => below,
+        };
+        // A rank may also turn the error into a panic message (`unwrap`): then what the operation reported decides.
+        let consequence = below
+            .filter(|error| matches!(error, CommError::RankLost { .. }))
+            .or(seen);
+        let Some(CommError::RankLost { lost, reason, .. }) = consequence.clone() else {
+            return Self {
+                rank,
+                cause: outcome,
+                others: Vec::new(),
+            };
+        };
+        let outcome = match (outcome, consequence) {
+            // An unwrapped loss says more as what it was.
+            (RankOutcome::Panicked(message), Some(error)) if message.contains("RankLost {") => {
+                RankOutcome::Comm(error)
+            }
+            (outcome, _) => outcome,
+        };
+        Self {
+            rank: lost,
+            cause: RankOutcome::Lost(reason),
+            others: vec![(rank, outcome)],
+        }
+    }
+}
+
 impl RankOutcome {
     pub(super) fn of_panic(payload: Box<dyn Any + Send>) -> Self {
         let payload = match payload.downcast::<CommError>() {

@@ -1,25 +1,44 @@
-//! Ranks that are processes of an MPI world.
+//! Ranks that are processes.
 
 use std::error::Error;
 use std::sync::Arc;
 
+#[cfg(feature = "mpi")]
 use burn_moe::comm::mpi::try_run_mpi;
+#[cfg(feature = "tcp")]
+use burn_moe::comm::tcp::{Launch, try_run_tcp};
 use burn_moe::comm::{CommError, Communicator, Key, Op, RankOptions, RanksError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use super::CommArg;
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
 /// What `f` returns on each rank, on rank 0; the processes of the other ranks end here.
 pub(super) fn run<R: Send + Serialize + DeserializeOwned>(
+    comm: CommArg,
     ranks: usize,
     options: RankOptions,
     f: impl Fn(Arc<dyn Communicator>) -> Result<R, AnyError> + Sync,
 ) -> Result<Vec<R>, RanksError> {
-    let results = try_run_mpi(ranks, options, |comm| {
+    let f = |comm: Arc<dyn Communicator>| {
         let result = f(comm.clone())?;
         gather(&*comm, result)
-    })?;
+    };
+    let results = match comm {
+        #[cfg(feature = "mpi")]
+        CommArg::Mpi => try_run_mpi(ranks, options, f)?,
+        #[cfg(feature = "tcp")]
+        CommArg::Tcp => {
+            let launch = Launch::from_env().map_err(|error| RanksError::Engine {
+                engine: "TCP",
+                message: error.to_string(),
+            })?;
+            try_run_tcp(&launch, ranks, options, f)?
+        }
+        _ => unreachable!("validate has refused it"),
+    };
     match results {
         Some(results) => Ok(results),
         None => std::process::exit(0),

@@ -44,7 +44,11 @@ impl Inbox {
 
     pub fn deliver(&self, from: usize, key: Key, payload: Bytes) {
         let mut state = lock(&self.state);
-        state.queues.entry((from, key)).or_default().push_back(payload);
+        state
+            .queues
+            .entry((from, key))
+            .or_default()
+            .push_back(payload);
         self.changed.notify_all();
     }
 

@@ -1,16 +1,13 @@
 //! Ranks as processes that talk over TCP: for machines without an MPI, and for what ranks with GPUs have to say to each
 //! other besides NCCL.
 //!
-//! ```no_run
-//! use std::time::Duration;
-//! use burn_moe::comm::tcp::{Launch, connect};
-//!
-//! // RANK=0 WORLD_SIZE=2 ./train & RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 ./train
-//! let launch = Launch::from_env()?;
-//! let comm = connect(&launch, Duration::from_secs(60))?;
-//! println!("rank {} of {}", comm.rank(), comm.size());
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```sh
+//! for rank in 1 2 3 0; do
+//!   RANK=$rank WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 target/release/train --comm tcp --ranks 4 &
+//! done; wait
 //! ```
+//!
+//! or through `torchrun`, `mpirun` or `srun`, whose variables [`Launch::from_env`] reads.
 //!
 //! Every two ranks share a connection. One thread reads from it all the time, so a message is taken off the network
 //! whatever its receiver does; another writes, so that sending does not wait. A process that ends closes its connections,
@@ -23,8 +20,10 @@ mod rendezvous;
 #[cfg(test)]
 mod tests;
 
+use std::error::Error;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -32,9 +31,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::clock::{Monotonic, Timing, WorldClock, lock};
+use super::clock::{Monotonic, TimeSource, Timing, WorldClock, lock};
+use super::ranks::{check_options, pool};
 use super::wire::{HEADER, Header};
-use super::{CommError, Communicator, Key, Op};
+use super::{CommError, Communicator, Key, Op, RankOptions, RankOutcome, RanksError, RanksFailure};
 use inbox::{Inbox, Loss};
 
 pub use launch::{Launch, LaunchError};
@@ -93,16 +93,64 @@ pub enum ConnectError {
     },
 }
 
-/// Connects this process with all others of the run. All of them have to call it, within `timeout` of each other; later
-/// operations wait as long for another rank.
+/// Runs `f` as this process's rank, and returns what it returned here.
 ///
-/// Dropping the last reference says goodbye, or that this rank failed when its thread panics or it was told of a loss.
+/// All processes of the run call this, within the timeout of each other. `f` runs inside the rank's own rayon pool.
 ///
 /// # Errors
 ///
-/// [`ConnectError`], which names the rank that is missing or does not fit.
-pub fn connect(launch: &Launch, timeout: Duration) -> Result<Arc<dyn Communicator>, ConnectError> {
-    Ok(Arc::new(TcpCommunicator::connect(launch, timeout)?))
+/// - [`RanksError::World`] when there are not `size` processes, [`RanksError::Timing`] unless the clocks are to show wall
+///   time, [`RanksError::Invalid`] when an option is 0, [`RanksError::Engine`] with a [`ConnectError`]'s text when the
+///   ranks do not come together.
+/// - [`RanksError::Failed`] when this rank fails or another one is lost.
+///
+/// # Panics
+///
+/// Never: panics of `f` are caught. The panic hook still prints them.
+pub fn try_run_tcp<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
+    launch: &Launch,
+    size: usize,
+    options: RankOptions,
+    f: impl FnOnce(Arc<dyn Communicator>) -> Result<R, E> + Send,
+) -> Result<R, RanksError> {
+    check_options(size, &options)?;
+    if options.timing != Timing::Wall {
+        return Err(RanksError::Timing);
+    }
+    if launch.world_size != size {
+        return Err(RanksError::World {
+            expected: size,
+            found: launch.world_size,
+        });
+    }
+    let pool = pool(launch.rank, &options)?;
+    let source = (options.time_source).unwrap_or_else(|| Arc::new(Monotonic::default()));
+    let comm = TcpCommunicator::connect(launch, options.timeout, source);
+    let comm = Arc::new(comm.map_err(|error| RanksError::Engine {
+        engine: "TCP",
+        message: error.to_string(),
+    })?);
+    // A caught panic may leave what `f` captures in disorder, but the caller learns of the panic.
+    let shared: Arc<dyn Communicator> = comm.clone();
+    let result = pool.install(|| {
+        catch_unwind(AssertUnwindSafe(|| {
+            f(shared).map_err(|error| Box::new(RankOutcome::of_error(error.into())))
+        }))
+    });
+    let (outcome, below) = match result {
+        Ok(Ok(value)) => {
+            comm.leave(None);
+            return Ok(value);
+        }
+        Ok(Err(failed)) => (failed.0, failed.1),
+        Err(payload) => (RankOutcome::of_panic(payload), None),
+    };
+    let failure = RanksFailure::seen_by(launch.rank, outcome, below, lock(&comm.seen).clone());
+    comm.leave(Some(Loss {
+        rank: failure.rank,
+        reason: failure.cause.to_string(),
+    }));
+    Err(RanksError::Failed(Box::new(failure)))
 }
 
 struct TcpCommunicator {
@@ -113,14 +161,14 @@ struct TcpCommunicator {
     peers: Vec<Option<Peer>>,
     /// This rank's own clock is all it has; see [`Timing::Wall`].
     clock: WorldClock,
-    /// The last loss this rank was told of, to be passed on.
-    seen: Mutex<Option<Loss>>,
+    /// The last loss this rank was told of: tells a rank that fails because of it from one that fails on its own.
+    seen: Mutex<Option<CommError>>,
 }
 
 struct Peer {
     stream: TcpStream,
     out: Sender<Frame>,
-    writer: Option<JoinHandle<()>>,
+    writer: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// What goes over a connection.
@@ -140,7 +188,11 @@ const FAILURE: Key = Key::new(Op::Custom(u32::MAX), u64::MAX, 1);
 const LONGEST_REASON: usize = 4096;
 
 impl TcpCommunicator {
-    fn connect(launch: &Launch, timeout: Duration) -> Result<Self, ConnectError> {
+    fn connect(
+        launch: &Launch,
+        timeout: Duration,
+        source: Arc<dyn TimeSource>,
+    ) -> Result<Self, ConnectError> {
         let streams = rendezvous::connect_all(launch, timeout)?;
         let inbox = Arc::new(Inbox::new(launch.world_size));
         let refused = |rank: usize| {
@@ -163,8 +215,10 @@ impl TcpCommunicator {
             let writer = stream.try_clone().map_err(refused(rank))?;
             let (out, frames) = channel();
             let their = inbox.clone();
-            spawn(format!("from rank {rank}"), move || read_all(rank, reader, &their))
-                .map_err(refused(rank))?;
+            spawn(format!("from rank {rank}"), move || {
+                read_all(rank, reader, &their)
+            })
+            .map_err(refused(rank))?;
             let their = inbox.clone();
             let writer = spawn(format!("to rank {rank}"), move || {
                 write_all(rank, writer, &frames, &their);
@@ -172,10 +226,10 @@ impl TcpCommunicator {
             peers.push(Some(Peer {
                 stream,
                 out,
-                writer: Some(writer.map_err(refused(rank))?),
+                writer: Mutex::new(Some(writer.map_err(refused(rank))?)),
             }));
         }
-        let clock = WorldClock::new(1, Timing::Wall, Arc::new(Monotonic::default()));
+        let clock = WorldClock::new(1, Timing::Wall, source);
         Ok(Self {
             rank: launch.rank,
             timeout,
@@ -198,12 +252,34 @@ impl TcpCommunicator {
     }
 
     fn lost(&self, loss: Loss, key: Key) -> CommError {
-        *lock(&self.seen) = Some(loss.clone());
-        CommError::RankLost {
+        let error = CommError::RankLost {
             lost: loss.rank,
             reason: loss.reason,
             rank: self.rank,
             key,
+        };
+        *lock(&self.seen) = Some(error.clone());
+        error
+    }
+
+    /// Says goodbye, or why this rank fails, and sees to it that all has been sent.
+    fn leave(&self, failed: Option<Loss>) {
+        for peer in self.peers.iter().flatten() {
+            let last = failed.clone().map_or(Frame::Goodbye, Frame::Failure);
+            // A peer that is gone needs no goodbye.
+            let _ = peer.out.send(last);
+        }
+        let deadline = Instant::now() + self.timeout;
+        for peer in self.peers.iter().flatten() {
+            // The writer ends with the last frame, or when the peer takes nothing for too long.
+            if let Some(writer) = lock(&peer.writer).take() {
+                while !writer.is_finished() && Instant::now() < deadline {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            // Readers go on until the peers say goodbye, so that what is under way meets an open connection; one that is
+            // closed already is no loss.
+            let _ = peer.stream.shutdown(Shutdown::Write);
         }
     }
 }
@@ -245,19 +321,13 @@ impl Communicator for TcpCommunicator {
         match self.inbox.wait(from, key, limit) {
             Ok(payload) => Ok(payload),
             Err(Some(loss)) => Err(self.lost(loss, key)),
-            Err(None) => {
-                *lock(&self.seen) = Some(Loss {
-                    rank: from,
-                    reason: format!("silent: rank {} waited {limit:?} in {key}", self.rank),
-                });
-                Err(CommError::Timeout {
-                    rank: self.rank,
-                    waiting_for: from,
-                    key,
-                    after: limit,
-                    unclaimed: self.inbox.unclaimed(from),
-                })
-            }
+            Err(None) => Err(CommError::Timeout {
+                rank: self.rank,
+                waiting_for: from,
+                key,
+                after: limit,
+                unclaimed: self.inbox.unclaimed(from),
+            }),
         }
     }
 
@@ -271,33 +341,6 @@ impl Communicator for TcpCommunicator {
 
     fn resume_clock(&self) {
         self.clock.resume(0);
-    }
-}
-
-impl Drop for TcpCommunicator {
-    fn drop(&mut self) {
-        let seen = lock(&self.seen).take();
-        let failed = std::thread::panicking().then(|| Loss {
-            rank: self.rank,
-            reason: "panicked".to_owned(),
-        });
-        let last = seen.or(failed);
-        for peer in self.peers.iter().flatten() {
-            let last = last.clone().map_or(Frame::Goodbye, Frame::Failure);
-            // A peer that is gone needs no goodbye.
-            let _ = peer.out.send(last);
-        }
-        let deadline = Instant::now() + self.timeout;
-        for peer in self.peers.iter_mut().flatten() {
-            // The writer ends with the last frame, or when the peer takes nothing for too long.
-            if let Some(writer) = peer.writer.take() {
-                while !writer.is_finished() && Instant::now() < deadline {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-            }
-            // Readers go on until the peers say goodbye, so that what is under way meets an open connection.
-            let _ = peer.stream.shutdown(Shutdown::Write);
-        }
     }
 }
 

@@ -114,10 +114,7 @@ impl Meeting<'_> {
         let listener = TcpListener::bind(at).map_err(listen)?;
         let own = listener.local_addr().map_err(listen)?;
         let said = format!("{rank} {world_size} {own}");
-        let master = format!(
-            "{}:{}",
-            self.launch.master_address, self.launch.master_port
-        );
+        let master = format!("{}:{}", self.launch.master_address, self.launch.master_port);
         let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
         let mut first = self.go_to(0, &master, &said)?;
         let left = self.left(0)?;
@@ -155,7 +152,9 @@ impl Meeting<'_> {
         missing: usize,
     ) -> Result<(TcpStream, Vec<u8>), ConnectError> {
         let failed = |error: io::Error| ConnectError::Listen {
-            address: listener.local_addr().map_or_else(|_| "?".into(), |a| a.to_string()),
+            address: listener
+                .local_addr()
+                .map_or_else(|_| "?".into(), |a| a.to_string()),
             error: error.to_string(),
         };
         listener.set_nonblocking(true).map_err(failed)?;

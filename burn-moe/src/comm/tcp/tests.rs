@@ -5,6 +5,10 @@ use std::thread;
 
 use super::*;
 
+fn connect(launch: &Launch, timeout: Duration) -> Result<TcpCommunicator, ConnectError> {
+    TcpCommunicator::connect(launch, timeout, Arc::new(Monotonic::default()))
+}
+
 fn launch(rank: usize, world_size: usize, master_port: u16) -> Launch {
     Launch {
         rank,
@@ -24,26 +28,39 @@ fn free_port() -> u16 {
 const PATIENT: Duration = Duration::from_secs(20);
 const IMPATIENT: Duration = Duration::from_millis(300);
 
-/// Runs `f` as every rank; the values by rank.
-fn ranks<R: Send>(
+/// Runs `f` as every rank; the results by rank.
+fn try_ranks<R: Send>(
     size: usize,
     timeout: Duration,
-    f: impl Fn(Arc<dyn Communicator>) -> R + Sync,
-) -> Vec<R> {
+    f: impl Fn(Arc<dyn Communicator>) -> Result<R, CommError> + Sync,
+) -> Vec<Result<R, RanksError>> {
     let port = free_port();
+    let options = RankOptions {
+        timeout,
+        ..Default::default()
+    };
     thread::scope(|scope| {
         // Rank 0 last: the others have to wait until it listens.
         let threads: Vec<_> = (0..size)
             .rev()
             .map(|rank| {
-                let f = &f;
-                scope.spawn(move || f(connect(&launch(rank, size, port), timeout).unwrap()))
+                let (f, options) = (&f, options.clone());
+                scope.spawn(move || try_run_tcp(&launch(rank, size, port), size, options, f))
             })
             .collect();
-        let mut results: Vec<R> = threads.into_iter().map(|t| t.join().unwrap()).collect();
+        let mut results: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
         results.reverse();
         results
     })
+}
+
+fn ranks<R: Send>(
+    size: usize,
+    timeout: Duration,
+    f: impl Fn(Arc<dyn Communicator>) -> R + Sync,
+) -> Vec<R> {
+    let results = try_ranks(size, timeout, |comm| Ok(f(comm)));
+    results.into_iter().map(|result| result.unwrap()).collect()
 }
 
 fn key(op: Op, step: u64) -> Key {
@@ -109,27 +126,50 @@ fn what_was_sent_before_returning_is_delivered() {
 
 #[test]
 fn a_failure_reaches_all_with_its_cause() {
-    let results = ranks(3, PATIENT, |comm| {
+    let results = try_ranks(3, PATIENT, |comm| {
         if comm.rank() == 2 {
-            let died = thread::spawn(move || {
-                let _held = comm;
-                std::panic::resume_unwind(Box::new("of rank 2"));
-            });
-            assert!(died.join().is_err());
-            return None;
+            std::panic::resume_unwind(Box::new("of rank 2"));
         }
         // Rank 1 waits for rank 0, which is fine: the group is down all the same.
-        Some(comm.recv(1 - comm.rank(), key(Op::Dispatch, 9)).unwrap_err())
+        comm.recv(1 - comm.rank(), key(Op::Dispatch, 9)).map(drop)
     });
-    for (rank, error) in results[..2].iter().enumerate() {
-        match error {
-            Some(CommError::RankLost { lost: 2, reason, rank: seen_by, key }) => {
-                assert_eq!((reason.as_str(), *seen_by), ("panicked", rank));
-                assert_eq!(key.step, 9);
+    for (rank, result) in results.into_iter().enumerate() {
+        let Err(RanksError::Failed(failure)) = result else {
+            panic!("rank {rank}: {result:?}");
+        };
+        assert_eq!(failure.rank, 2, "{failure}");
+        assert!(
+            failure.cause.to_string().contains("panicked: of rank 2"),
+            "{failure}"
+        );
+        let waited = "dispatch (layer 3, micro-batch 9)";
+        assert!(
+            rank == 2 || failure.to_string().contains(waited),
+            "{failure}"
+        );
+    }
+}
+
+#[test]
+fn a_connection_that_breaks_is_a_loss() {
+    let port = free_port();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            // What the system does for a process that is killed.
+            let comm = connect(&launch(1, 2, port), PATIENT).unwrap();
+            let peer = comm.peers[0].as_ref().unwrap();
+            peer.stream.shutdown(Shutdown::Both).unwrap();
+        });
+        let comm = connect(&launch(0, 2, port), PATIENT).unwrap();
+        match comm.recv(1, key(Op::Combine, 2)) {
+            Err(CommError::RankLost {
+                lost: 1, reason, ..
+            }) => {
+                assert_eq!(reason, "its process ended");
             }
             other => panic!("{other:?}"),
         }
-    }
+    });
 }
 
 #[test]
@@ -155,15 +195,47 @@ fn a_silent_rank_is_named() {
 #[test]
 fn ranks_that_do_not_fit_are_refused() {
     // Nobody comes.
-    let error = connect(&launch(0, 2, free_port()), IMPATIENT).err().unwrap();
-    assert!(matches!(error, ConnectError::Timeout { rank: 0, waiting_for: 1, .. }), "{error}");
-    let error = connect(&launch(1, 2, free_port()), IMPATIENT).err().unwrap();
-    assert!(matches!(error, ConnectError::Timeout { rank: 1, waiting_for: 0, .. }), "{error}");
+    let error = connect(&launch(0, 2, free_port()), IMPATIENT)
+        .err()
+        .unwrap();
+    assert!(
+        matches!(
+            error,
+            ConnectError::Timeout {
+                rank: 0,
+                waiting_for: 1,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let error = connect(&launch(1, 2, free_port()), IMPATIENT)
+        .err()
+        .unwrap();
+    assert!(
+        matches!(
+            error,
+            ConnectError::Timeout {
+                rank: 1,
+                waiting_for: 0,
+                ..
+            }
+        ),
+        "{error}"
+    );
     // Several machines without a secret.
     let mut far = launch(1, 2, 1);
     (far.master_address, far.secret) = ("10.0.0.1".into(), None);
     let error = connect(&far, IMPATIENT).err().unwrap();
-    assert!(matches!(error, ConnectError::NoSecret { variable: "BURN_MOE_SECRET" }), "{error}");
+    assert!(
+        matches!(
+            error,
+            ConnectError::NoSecret {
+                variable: "BURN_MOE_SECRET"
+            }
+        ),
+        "{error}"
+    );
     let pair = |first: Launch, second: Launch| {
         thread::scope(|scope| {
             let first = scope.spawn(move || connect(&first, IMPATIENT).err());
@@ -176,19 +248,29 @@ fn ranks_that_do_not_fit_are_refused() {
     let mut stranger = launch(1, 2, port);
     stranger.secret = Some("guessed".into());
     let [host, guest] = pair(launch(0, 2, port), stranger);
-    assert!(matches!(host, Some(ConnectError::Timeout { waiting_for: 1, .. })), "{host:?}");
-    assert!(guest.as_ref().is_some_and(|e| e.to_string().contains("secret")), "{guest:?}");
+    assert!(
+        matches!(host, Some(ConnectError::Timeout { waiting_for: 1, .. })),
+        "{host:?}"
+    );
+    assert!(
+        guest
+            .as_ref()
+            .is_some_and(|e| e.to_string().contains("secret")),
+        "{guest:?}"
+    );
     // Another number of ranks.
     let port = free_port();
     let [host, guest] = pair(launch(0, 2, port), launch(1, 3, port));
-    assert!(matches!(host, Some(ConnectError::WorldSize { expected: 2, .. })), "{host:?}");
+    assert!(
+        matches!(host, Some(ConnectError::WorldSize { expected: 2, .. })),
+        "{host:?}"
+    );
     assert!(guest.is_some());
     // Twice the same rank.
     let port = free_port();
     let results = thread::scope(|scope| {
-        let threads = [0, 1, 1].map(|rank| {
-            scope.spawn(move || connect(&launch(rank, 3, port), IMPATIENT).err())
-        });
+        let threads = [0, 1, 1]
+            .map(|rank| scope.spawn(move || connect(&launch(rank, 3, port), IMPATIENT).err()));
         threads.map(|thread| thread.join().unwrap())
     });
     assert_eq!(results[0], Some(ConnectError::Twice { rank: 1 }));
@@ -205,7 +287,9 @@ fn garbage_on_the_port_does_not_stop_the_ranks() {
                     Err(_) => thread::sleep(Duration::from_millis(1)),
                 }
             };
-            stranger.write_all(b"GET / HTTP/1.1\r\nHost: someone-with-a-long-name\r\n\r\n").unwrap();
+            stranger
+                .write_all(b"GET / HTTP/1.1\r\nHost: someone-with-a-long-name\r\n\r\n")
+                .unwrap();
         });
         let threads = [0, 1].map(|rank| {
             scope.spawn(move || {
@@ -216,6 +300,6 @@ fn garbage_on_the_port_does_not_stop_the_ranks() {
                 comm.barrier(key(Op::Barrier, 1)).unwrap();
             })
         });
-        threads.map(|thread| thread.join().unwrap());
+        let _ = threads.map(|thread| thread.join().unwrap());
     });
 }
