@@ -126,7 +126,16 @@ fn training_and_prefill_give_the_same_bits_over_threads_and_processes() {
 #[test]
 fn a_number_of_ranks_that_is_not_that_of_the_processes() {
     let train = [
-        "--config", "smoke", "--steps", "1", "--ranks", "4", "--comm", "mpi",
+        "--config",
+        "smoke",
+        "--sequence-length",
+        "24",
+        "--steps",
+        "1",
+        "--ranks",
+        "4",
+        "--comm",
+        "mpi",
     ];
     let output = run(env!("CARGO_BIN_EXE_train"), 2, &train);
     let text = String::from_utf8_lossy(&output.stderr);
@@ -148,6 +157,7 @@ fn options_that_processes_cannot_have() {
         ),
     ] {
         let mut train = vec!["--config", "smoke", "--steps", "1", "--comm", "mpi"];
+        train.extend(["--sequence-length", "24"]);
         train.extend(args);
         let output = run(env!("CARGO_BIN_EXE_train"), 4, &train);
         let text = String::from_utf8_lossy(&output.stderr);

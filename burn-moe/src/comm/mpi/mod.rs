@@ -512,6 +512,7 @@ impl MpiCommunicator {
     }
 
     fn failure(&self, loss: Loss, outcome: RankOutcome) -> RanksError {
+        linger_at_exit();
         let own = loss.rank == self.rank;
         RanksError::Failed(Box::new(RanksFailure {
             rank: loss.rank,
@@ -525,6 +526,16 @@ impl MpiCommunicator {
             },
         }))
     }
+}
+
+/// Keeps this process a moment longer when it ends: `mpirun` sleeps a second before it kills the others, but each
+/// process that ends cuts its sleep short, and a rank that has not yet said what it knows would never do.
+fn linger_at_exit() {
+    extern "C" fn linger() {
+        std::thread::sleep(FAREWELL);
+    }
+    // SAFETY: the handler touches nothing. Where it cannot be registered, the process just ends sooner.
+    unsafe { libc::atexit(linger) };
 }
 
 /// A line on the standard error, in one piece: all processes share it.
