@@ -118,6 +118,6 @@ mod tests {
             capacities.push(held.bytes() / 8);
         }
         capacities.dedup();
-        assert_eq!(capacities, [5, 10, 20, 40]);
+        assert_eq!(capacities, [4, 8, 16, 64]);
     }
 }
