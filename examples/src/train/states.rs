@@ -12,25 +12,27 @@ use super::TrainArgs;
 use crate::cli::{BalanceArg, CliError, check};
 use crate::data::Corpus;
 
+/// Of the options here, in the help.
+const HEADING: &str = "Checkpoints of the run";
+
 /// Options to save a run and to continue it.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Checkpoints of the run")]
 pub struct StateArgs {
     /// Folder for checkpoints that the run can be resumed from: weights, the optimizer's state and
     /// how far the run is, each in a folder of its own.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub state: Option<PathBuf>,
     /// Saves after every so many steps, and after the last one. Default: 10.
-    #[arg(long, value_name = "STEPS")]
+    #[arg(long, value_name = "STEPS", help_heading = HEADING)]
     pub save_every: Option<usize>,
     /// Newest checkpoints that are kept. Default: 2.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = HEADING)]
     pub keep: Option<usize>,
     /// Resumes the newest checkpoint in this folder, or the one that is this folder, and goes on to
     /// save beside it, unless --state names another folder. Options that decide what is learned must
     /// be as they were. With as many ranks, the same planner and slots, the run continues bit by bit
     /// as if it had not been interrupted; otherwise up to the order of additions.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub resume: Option<PathBuf>,
 }
 
