@@ -131,22 +131,29 @@ impl States {
         self.saved.as_ref().map_or(0, |saved| saved.step() as usize)
     }
 
+    /// Sequences that are consumed when it begins.
+    pub fn position(&self) -> usize {
+        self.saved
+            .as_ref()
+            .map_or(0, |saved| saved.position() as usize)
+    }
+
     /// Whether to save after `step` steps.
     pub fn is_due(&self, step: usize, args: &TrainArgs) -> bool {
         step.is_multiple_of(self.every) || step == args.steps
     }
 
-    /// What is saved after `step` steps, beside the model.
+    /// What is saved after `step` steps and `position` sequences, beside the model.
     pub fn state(
         &self,
         step: usize,
-        args: &TrainArgs,
+        position: usize,
         history: BTreeMap<String, Vec<f64>>,
     ) -> RunState {
         RunState {
             run: self.run.clone(),
             step: step as u64,
-            position: (step * args.batch) as u64,
+            position: position as u64,
             settings: self.settings.clone(),
             history,
         }
