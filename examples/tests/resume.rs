@@ -166,6 +166,9 @@ fn kill_rounds(rounds: usize, steps: usize) {
                 break;
             }
             killed += 1;
+            if killed.is_multiple_of(20) {
+                eprintln!("{killed} killed, {:.0} s", start.elapsed().as_secs_f64());
+            }
             lost += u64::from(newest < told);
             let folders = fs::read_dir(&states).map_or(0, |entries| {
                 let entries = entries.map(|entry| entry.unwrap().path());

@@ -517,6 +517,11 @@ fn help_names_every_option() {
         "--ranks",
         "Model:",
         "Optimizer (AdamW):",
+        "--state",
+        "--save-every",
+        "--keep",
+        "--resume",
+        "Checkpoints of the run:",
     ] {
         assert!(text.contains(option), "{option}: {text}");
     }

@@ -1,7 +1,9 @@
 //! Decoder language models with mixture-of-experts layers, put together from parts.
 //!
 //! [`ModelConfig`] describes a model, [`Decoder`] is one, [`checkpoint`] saves and loads it,
-//! [`pretrained`] loads one from a folder of Hugging Face's and saves it there. Every rank of an expert-parallel group has its own `Decoder`, with its share of the experts.
+//! [`pretrained`] loads one from a folder of Hugging Face's and saves it there, and the module `state` (feature
+//! `autodiff`) keeps a training run's checkpoints. Every rank of an expert-parallel group has its
+//! own `Decoder`, with its share of the experts.
 
 pub mod attention;
 mod cache;

@@ -96,13 +96,15 @@ pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, Cl
     let first_step = states.map_or(0, States::steps_done);
     // Rates follow from the step alone.
     (0..first_step).for_each(|_| drop(schedule.step()));
+    let mut position = states.map_or(0, States::position);
     let mut routing = Vec::new();
     comm.barrier(Key::new(Op::Barrier, 0, 0))?;
     for step in first_step..args.steps {
         let (rank, ranks) = (comm.rank(), comm.size());
         let first = args.batch * rank / ranks;
         let count = args.batch * (rank + 1) / ranks - first;
-        let sequences = corpus.sequences(step * args.batch + first, count, args.sequence_length);
+        let sequences = corpus.sequences(position + first, count, args.sequence_length);
+        position += args.batch;
         let rate = schedule.step();
         for lane in &mut lanes {
             let start = comm.clock();
@@ -112,7 +114,7 @@ pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, Cl
             let seconds = (comm.clock() - start).as_secs_f64();
             comm.exclude(|| lane.record(args, step, nats, seconds, progress))?;
             if let Some(states) = states {
-                comm.exclude(|| lane.save_state(states, step + 1, run))?;
+                comm.exclude(|| lane.save_state(states, step + 1, position, run))?;
             }
         }
     }
@@ -256,7 +258,13 @@ impl Lane {
     }
 
     /// Saves a checkpoint of the run, if it is time.
-    fn save_state(&self, states: &States, step: usize, run: &Run<'_>) -> Result<(), CliError> {
+    fn save_state(
+        &self,
+        states: &States,
+        step: usize,
+        position: usize,
+        run: &Run<'_>,
+    ) -> Result<(), CliError> {
         if !states.is_due(step, run.args) {
             return Ok(());
         }
@@ -264,7 +272,7 @@ impl Lane {
             (LOSS.into(), self.outcome.loss.clone()),
             (GRAD_NORM.into(), self.outcome.grad_norm.clone()),
         ];
-        let state = states.state(step, run.args, history.into());
+        let state = states.state(step, position, history.into());
         let snapshot = Snapshot {
             state: &state,
             config: &run.subject.config,

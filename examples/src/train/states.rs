@@ -12,25 +12,27 @@ use super::TrainArgs;
 use crate::cli::{BalanceArg, CliError, check};
 use crate::data::Corpus;
 
+/// Of the options here, in the help.
+const HEADING: &str = "Checkpoints of the run";
+
 /// Options to save a run and to continue it.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Checkpoints of the run")]
 pub struct StateArgs {
     /// Folder for checkpoints that the run can be resumed from: weights, the optimizer's state and
     /// how far the run is, each in a folder of its own.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub state: Option<PathBuf>,
     /// Saves after every so many steps, and after the last one. Default: 10.
-    #[arg(long, value_name = "STEPS")]
+    #[arg(long, value_name = "STEPS", help_heading = HEADING)]
     pub save_every: Option<usize>,
     /// Newest checkpoints that are kept. Default: 2.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = HEADING)]
     pub keep: Option<usize>,
     /// Resumes the newest checkpoint in this folder, or the one that is this folder, and goes on to
     /// save beside it, unless --state names another folder. Options that decide what is learned must
     /// be as they were. With as many ranks, the same planner and slots, the run continues bit by bit
     /// as if it had not been interrupted; otherwise up to the order of additions.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub resume: Option<PathBuf>,
 }
 
@@ -129,22 +131,29 @@ impl States {
         self.saved.as_ref().map_or(0, |saved| saved.step() as usize)
     }
 
+    /// Sequences that are consumed when it begins.
+    pub fn position(&self) -> usize {
+        self.saved
+            .as_ref()
+            .map_or(0, |saved| saved.position() as usize)
+    }
+
     /// Whether to save after `step` steps.
     pub fn is_due(&self, step: usize, args: &TrainArgs) -> bool {
         step.is_multiple_of(self.every) || step == args.steps
     }
 
-    /// What is saved after `step` steps, beside the model.
+    /// What is saved after `step` steps and `position` sequences, beside the model.
     pub fn state(
         &self,
         step: usize,
-        args: &TrainArgs,
+        position: usize,
         history: BTreeMap<String, Vec<f64>>,
     ) -> RunState {
         RunState {
             run: self.run.clone(),
             step: step as u64,
-            position: (step * args.batch) as u64,
+            position: position as u64,
             settings: self.settings.clone(),
             history,
         }

@@ -75,6 +75,11 @@ impl SavedState {
         self.manifest.step
     }
 
+    /// Sequences of the data that were consumed.
+    pub fn position(&self) -> u64 {
+        self.manifest.position
+    }
+
     /// Ranks that saved it.
     pub fn ranks(&self) -> usize {
         self.manifest.ranks
