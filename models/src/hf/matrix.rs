@@ -1,5 +1,6 @@
 //! Reading one matrix from a mapped shard, as it is or transposed, in whatever kind of element.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use safetensors::Dtype;
@@ -10,7 +11,7 @@ use super::element::{
 use super::error::HfError;
 use super::folder::Folder;
 use super::shard::{Entry, Shard, Window};
-use super::transpose;
+use super::transpose::{self, Rows};
 
 /// Side of the square blocks that share an FP8 scale.
 pub(super) const BLOCK: usize = 128;
@@ -139,16 +140,15 @@ impl<'a> Matrix<'a> {
     fn transposed<D: Stored, E: Element>(&self, out: &mut [E], stride: usize, column: usize) {
         let head = transpose::head(&out[column..], stride).unwrap_or(0);
         self.bands::<D>(head, |rows, bytes| {
-            let (first, row_bytes) = (rows.start, self.cols * D::SIZE);
-            transpose::transpose(
-                [rows.len(), self.cols],
-                |row, cols, out: &mut [E]| {
-                    let bytes = &bytes[row * row_bytes..][cols.start * D::SIZE..cols.end * D::SIZE];
-                    self.decode::<D, E>(first + row, cols.start, bytes, out);
-                },
-                &mut out[column + first..],
-                stride,
-            );
+            let first = rows.start;
+            let band = Band {
+                matrix: self,
+                first,
+                bytes,
+                stored: PhantomData::<D>,
+            };
+            let out = &mut out[column + first..];
+            transpose::transpose([rows.len(), self.cols], &band, out, stride);
         });
     }
 
@@ -169,6 +169,24 @@ impl<'a> Matrix<'a> {
             }
             (bytes, out, col) = (&bytes[len * D::SIZE..], later, col + len);
         }
+    }
+}
+
+/// Some rows of a matrix in memory.
+struct Band<'a, D> {
+    matrix: &'a Matrix<'a>,
+    first: usize,
+    bytes: &'a [u8],
+    stored: PhantomData<D>,
+}
+
+impl<D: Stored, E: Element> Rows<E> for Band<'_, D> {
+    #[inline(always)]
+    fn piece(&self, row: usize, cols: Range<usize>, out: &mut [E]) {
+        let begin = (row * self.matrix.cols + cols.start) * D::SIZE;
+        let bytes = &self.bytes[begin..begin + out.len() * D::SIZE];
+        self.matrix
+            .decode::<D, E>(self.first + row, cols.start, bytes, out);
     }
 }
 

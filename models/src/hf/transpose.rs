@@ -15,8 +15,6 @@ const LINE: usize = 64;
 /// Rows and columns that are finished before the next: rows of the source long enough to be fetched
 /// ahead, and several lines of a column of the result behind one another.
 const BLOCK: usize = 64;
-/// The longest side of a square, in elements.
-const MAX_SIDE: usize = LINE / 2;
 
 /// Rows of the source before the first one that begins a cache line of the result, when `out` is
 /// where the first is written. None when lines of different columns begin at different rows.
@@ -31,75 +29,86 @@ const fn side<E: Element>() -> usize {
     LINE / size_of::<E>()
 }
 
+/// What is transposed. A trait and no closure, so that it is sure to be inlined: a call for each line
+/// costs more than the line.
+pub(super) trait Rows<E> {
+    /// Writes columns `cols` of a row to `out`.
+    fn piece(&self, row: usize, cols: Range<usize>, out: &mut [E]);
+}
+
 /// Writes a matrix `[rows, cols]` transposed to `out`: row `r` becomes column `r` of lines that lie
-/// `stride` elements apart. `decode(row, columns, out)` gives a piece of a row.
+/// `stride` elements apart.
 ///
 /// Fastest when `out` begins at a cache line.
 pub(super) fn transpose<E: Element>(
-    [rows, cols]: [usize; 2],
-    decode: impl Fn(usize, Range<usize>, &mut [E]),
+    sides: [usize; 2],
+    from: &impl Rows<E>,
     out: &mut [E],
     stride: usize,
 ) {
-    let side = side::<E>();
-    let mut square = Square::<E>::new();
+    match size_of::<E>() {
+        4 => in_squares::<E, 16, 4>(sides, from, out, stride),
+        _ => in_squares::<E, 32, 8>(sides, from, out, stride),
+    }
+    finish_lines();
+}
+
+/// `SIDE` elements are a cache line, squares of `N` fit into vector registers.
+#[inline(always)]
+fn in_squares<E: Element, const SIDE: usize, const N: usize>(
+    [rows, cols]: [usize; 2],
+    from: &impl Rows<E>,
+    out: &mut [E],
+    stride: usize,
+) {
+    let mut square = Line([[E::zeroed(); SIDE]; SIDE]);
+    let mut turned = Line([[E::zeroed(); SIDE]; SIDE]);
     for row_block in (0..rows).step_by(BLOCK) {
         for col_block in (0..cols).step_by(BLOCK) {
-            for col in (col_block..cols.min(col_block + BLOCK)).step_by(side) {
-                let width = side.min(cols - col);
-                for row in (row_block..rows.min(row_block + BLOCK)).step_by(side) {
-                    let height = side.min(rows - row);
-                    for r in 0..height {
-                        let piece = &mut square.rows[r][..width];
-                        decode(row + r, col..col + width, piece);
-                    }
-                    square.turn();
-                    for (c, line) in square.columns.iter().take(width).enumerate() {
-                        let at = (col + c) * stride + row;
-                        write_line(&mut out[at..at + height], &line[..height]);
+            for col in (col_block..cols.min(col_block + BLOCK)).step_by(SIDE) {
+                for row in (row_block..rows.min(row_block + BLOCK)).step_by(SIDE) {
+                    let (height, width) = (SIDE.min(rows - row), SIDE.min(cols - col));
+                    // Whole squares apart, so that the compiler knows their lengths.
+                    if height == SIDE && width == SIDE {
+                        for (r, piece) in square.0.iter_mut().enumerate() {
+                            from.piece(row + r, col..col + SIDE, piece);
+                        }
+                        turn::<E, SIDE, N>(&square.0, &mut turned.0);
+                        for (c, line) in turned.0.iter().enumerate() {
+                            let at = (col + c) * stride + row;
+                            write_line(&mut out[at..at + SIDE], line);
+                        }
+                    } else {
+                        for (r, piece) in square.0.iter_mut().take(height).enumerate() {
+                            from.piece(row + r, col..col + width, &mut piece[..width]);
+                        }
+                        turn::<E, SIDE, N>(&square.0, &mut turned.0);
+                        for (c, line) in turned.0.iter().take(width).enumerate() {
+                            let at = (col + c) * stride + row;
+                            out[at..at + height].copy_from_slice(&line[..height]);
+                        }
                     }
                 }
             }
         }
     }
-    finish_lines();
 }
 
-/// A square of elements, as it is and turned; of the arrays only as much is used as the kind of
-/// element needs for a line.
+/// Begins at a cache line.
 #[repr(align(64))]
-struct Square<E> {
-    rows: [[E; MAX_SIDE]; MAX_SIDE],
-    columns: [[E; MAX_SIDE]; MAX_SIDE],
-}
+struct Line<T>(T);
 
-impl<E: Element> Square<E> {
-    fn new() -> Self {
-        Self {
-            rows: [[E::zeroed(); MAX_SIDE]; MAX_SIDE],
-            columns: [[E::zeroed(); MAX_SIDE]; MAX_SIDE],
-        }
-    }
-
-    fn turn(&mut self) {
-        match size_of::<E>() {
-            4 => turn::<E, 16, 4>(&self.rows, &mut self.columns),
-            _ => turn::<E, 32, 8>(&self.rows, &mut self.columns),
-        }
-    }
-}
-
-/// Transposes the first `SIDE` rows and columns in squares of `N`, which fit into vector registers.
+/// Transposes in squares of `N`.
 #[inline(always)]
 fn turn<E: Element, const SIDE: usize, const N: usize>(
-    rows: &[[E; MAX_SIDE]; MAX_SIDE],
-    columns: &mut [[E; MAX_SIDE]; MAX_SIDE],
+    rows: &[[E; SIDE]; SIDE],
+    columns: &mut [[E; SIDE]; SIDE],
 ) {
     for c in (0..SIDE).step_by(N) {
         for r in (0..SIDE).step_by(N) {
             let mut from = [[E::zeroed(); N]; N];
-            for i in 0..N {
-                from[i].copy_from_slice(&rows[r + i][c..c + N]);
+            for (i, from) in from.iter_mut().enumerate() {
+                from.copy_from_slice(&rows[r + i][c..c + N]);
             }
             for j in 0..N {
                 let column: [E; N] = std::array::from_fn(|i| from[i][j]);
@@ -148,6 +157,12 @@ mod tests {
     use super::*;
     use half::bf16;
 
+    impl<E, F: Fn(usize, Range<usize>, &mut [E])> Rows<E> for F {
+        fn piece(&self, row: usize, cols: Range<usize>, out: &mut [E]) {
+            self(row, cols, out);
+        }
+    }
+
     /// Against a loop, for all shapes and alignments around the sides of squares and blocks.
     fn check<E: Element>(value: impl Fn(usize) -> E) {
         for rows in [1, 3, 15, 16, 17, 32, 33, 64, 65, 131] {
@@ -157,7 +172,7 @@ mod tests {
                     let mut out = vec![E::zeroed(); shift + cols * stride];
                     transpose(
                         [rows, cols],
-                        |row, of, out: &mut [E]| {
+                        &|row: usize, of: Range<usize>, out: &mut [E]| {
                             for (col, out) in of.zip(out) {
                                 *out = value(row * cols + col + 1);
                             }
