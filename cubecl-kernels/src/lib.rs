@@ -12,10 +12,15 @@
 //! - Results do not depend on scheduling: the same arguments give the same bits.
 //!
 //! Letters in shapes: `T` tokens, `N` token copies (rows sorted by expert), `E` experts, `K` experts
-//! per token or the depth of a product, `M` columns, `D` model width, `F` expert width.
+//! per token or the depth of a product, `M` columns, `D` model width, `F` expert width, `L` experts
+//! at home on a rank, `R` replica slots.
 
+mod check;
 mod error;
+pub mod matmul;
+pub mod queue;
 mod tensor;
 
 pub use error::KernelError;
+pub use matmul::ExpertWeights;
 pub use tensor::DeviceTensor;

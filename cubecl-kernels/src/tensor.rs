@@ -1,4 +1,4 @@
-use cubecl::{CubeElement, client::Client, ir::ElemType, prelude::BufferArg, server::Handle};
+use cubecl::{client::Client, ir::ElemType, prelude::*, server::Handle};
 
 use crate::KernelError;
 
@@ -49,6 +49,30 @@ impl DeviceTensor {
             shape,
             dtype,
         }
+    }
+
+    /// A buffer of zeros, which the device writes.
+    pub fn zeros(client: &Client, shape: impl Into<Vec<usize>>, dtype: ElemType) -> Self {
+        let tensor = Self::empty(client, shape, dtype);
+        // All bytes of a zero are zero in every element type, so words will do.
+        let words = tensor.handle.size_in_used() as usize / size_of::<u32>();
+        let units = client.properties().hardware.max_units_per_cube.min(256);
+        let most_cubes = client.properties().hardware.max_cube_count.0;
+        let cubes = (words.div_ceil(units as usize))
+            .min(4096)
+            .min(most_cubes as usize);
+        // SAFETY: the buffer holds `words` words, and the kernel stays below the length.
+        unsafe {
+            zero_kernel::launch_unchecked(
+                client,
+                CubeCount::new_1d(cubes as u32),
+                CubeDim::new_1d(units),
+                AddressType::from_len(words),
+                BufferArg::from_raw_parts(tensor.handle.clone(), words),
+                words,
+            );
+        }
+        tensor
     }
 
     /// Copies `data` to the device.
@@ -141,4 +165,14 @@ impl DeviceTensor {
 /// of 16 bytes, because some runtimes copy in words.
 fn allocated(bytes: usize) -> usize {
     bytes.next_multiple_of(16).max(16)
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn zero_kernel(words: &mut [u32], len: usize) {
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let mut position = ABSOLUTE_POS;
+    while position < len {
+        words[position] = 0;
+        position += stride;
+    }
 }

@@ -2,7 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use cubecl::{Device, client::Client};
+use cubecl::{CubeElement, Device, client::Client, features::TypeUsage};
+use half::{bf16, f16};
 
 /// The client that `CUBECL_KERNELS_RUNTIME` names (`cpu`, `wgpu` or `cuda`); without it the first
 /// of these that the build links.
@@ -60,4 +61,65 @@ pub fn offsets(counts: &[usize]) -> Vec<u32> {
         sum
     }));
     offsets
+}
+
+/// An element type that kernels take, and how exact their results must be in it.
+pub trait Value: CubeElement + Copy {
+    /// Largest allowed [`relative_error`].
+    const TOLERANCE: f64;
+    fn of(value: f32) -> Self;
+    fn f64(self) -> f64;
+}
+
+impl Value for f32 {
+    const TOLERANCE: f64 = 1e-5;
+    fn of(value: f32) -> Self {
+        value
+    }
+    fn f64(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Value for f16 {
+    const TOLERANCE: f64 = 1e-2;
+    fn of(value: f32) -> Self {
+        f16::from_f32(value)
+    }
+    fn f64(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Value for bf16 {
+    const TOLERANCE: f64 = 1e-2;
+    fn of(value: f32) -> Self {
+        bf16::from_f32(value)
+    }
+    fn f64(self) -> f64 {
+        self.into()
+    }
+}
+
+/// Deterministic values in [-1, 1) rounded to `T`.
+pub fn random_of<T: Value>(len: usize, seed: u64) -> Vec<T> {
+    random(len, seed).into_iter().map(T::of).collect()
+}
+
+/// The same in f64.
+pub fn to_f64<T: Value>(values: &[T]) -> Vec<f64> {
+    values.iter().map(|value| value.f64()).collect()
+}
+
+/// Whether the device stores `T` and converts it.
+pub fn supports<T: Value>(client: &Client) -> bool {
+    let usage = client.features().type_usage(T::cube_type());
+    usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+}
+
+/// `values` is as close to `expected` as its type allows.
+#[track_caller]
+pub fn assert_close<T: Value>(what: &str, values: &[T], expected: &[f64]) {
+    let error = relative_error(values.iter().map(|value| value.f64()), expected);
+    assert!(error <= T::TOLERANCE, "{what}: relative error {error:e}");
 }
