@@ -144,10 +144,11 @@ impl TileQueue {
         );
         urgent.launch(client, Some(background), &self.words, Some(view), fault);
         let drawn = drawn.read::<u32>(client)?[0] as usize;
-        let order = order.read::<u32>(client)?[..drawn.min(room)].iter();
+        let order = order.read::<u32>(client)?;
         Ok(Trace {
             counts: counts.read::<u32>(client)?[..tiles].to_vec(),
-            order: order
+            order: order[..drawn.min(room)]
+                .iter()
                 .map(|&tile| match tile.checked_sub(totals[0]) {
                     None => (Class::Urgent, tile),
                     Some(tile) => (Class::Background, tile),
@@ -222,7 +223,7 @@ pub(crate) const NONE: u32 = 2;
 pub(crate) const URGENT: u32 = Class::Urgent as u32;
 pub(crate) const BACKGROUND: u32 = Class::Background as u32;
 const URGENT_FIRST: u32 = Policy::UrgentFirst as u32;
-const BACKGROUND_ONLY: u32 = Policy::BackgroundOnly as u32;
+const BACKGROUND_FIRST: u32 = Policy::BackgroundFirst as u32;
 
 /// The next tile under the policy: its class ([`NONE`]: leave) and its number.
 #[cube]
@@ -234,27 +235,24 @@ pub(crate) fn draw(
     #[comptime] fault: Fault,
 ) -> (u32, u32) {
     let policy = policy[0].load();
-    let mut class = NONE;
+    let mut class = NONE.runtime();
     let mut tile = 0u32;
     if policy == URGENT_FIRST {
         tile = take(next, URGENT, urgent, fault);
         if tile < urgent {
             class = URGENT;
-        } else {
-            tile = take(next, BACKGROUND, background, fault);
-            if tile < background {
-                class = BACKGROUND;
-            }
         }
-    } else {
+    }
+    if class == NONE {
         tile = take(next, BACKGROUND, background, fault);
         if tile < background {
             class = BACKGROUND;
-        } else if policy != BACKGROUND_ONLY {
-            tile = take(next, URGENT, urgent, fault);
-            if tile < urgent {
-                class = URGENT;
-            }
+        }
+    }
+    if class == NONE && policy == BACKGROUND_FIRST {
+        tile = take(next, URGENT, urgent, fault);
+        if tile < urgent {
+            class = URGENT;
         }
     }
     (class, tile)

@@ -207,8 +207,8 @@ fn compute<F: Float, S: Float, V: Size>(
             Array::<Vector<F, V>>::new(comptime!(rows.blocks_per_unit() * rows.block()));
         let mut column_registers =
             Array::<Vector<F, V>>::new(comptime!(columns.blocks_per_unit() * columns.block()));
-        fetch::<F, V>(problem, place, 0usize, &mut row_registers, rows);
-        fetch::<F, V>(problem, place, 0usize, &mut column_registers, columns);
+        fetch::<F, V>(&*problem, place, 0usize, &mut row_registers, rows);
+        fetch::<F, V>(&*problem, place, 0usize, &mut column_registers, columns);
         commit::<F, S, V>(&row_registers, left, 0usize, rows);
         commit::<F, S, V>(&column_registers, right, 0usize, columns);
         sync_cube();
@@ -217,14 +217,14 @@ fn compute<F: Float, S: Float, V: Size>(
             let more = step + 1 < steps;
             if more {
                 let depth = (step + 1) * stage_depth;
-                fetch::<F, V>(problem, place, depth, &mut row_registers, rows);
-                fetch::<F, V>(problem, place, depth, &mut column_registers, columns);
+                fetch::<F, V>(&*problem, place, depth, &mut row_registers, rows);
+                fetch::<F, V>(&*problem, place, depth, &mut column_registers, columns);
             }
             multiply::<S, V>(
                 &mut sums,
-                left,
+                &*left,
                 now * comptime!(rows.size),
-                right,
+                &*right,
                 now * comptime!(columns.size),
                 comptime!((rows, columns)),
                 spec,
@@ -244,14 +244,14 @@ fn compute<F: Float, S: Float, V: Size>(
     } else {
         for step in 0..steps {
             let depth = step * stage_depth;
-            fill::<F, S, V>(problem, place, depth, left, rows);
-            fill::<F, S, V>(problem, place, depth, right, columns);
+            fill::<F, S, V>(&*problem, place, depth, left, rows);
+            fill::<F, S, V>(&*problem, place, depth, right, columns);
             sync_cube();
             multiply::<S, V>(
                 &mut sums,
-                left,
+                &*left,
                 0usize,
-                right,
+                &*right,
                 0usize,
                 comptime!((rows, columns)),
                 spec,

@@ -168,7 +168,7 @@ impl Prepared {
         }
     }
 
-    pub fn view(&self) -> ProblemViewLaunch {
+    pub fn view<F: Float, V: Size>(&self) -> ProblemViewLaunch<F, V> {
         let problem = &self.problem;
         let sizes = problem.sizes;
         ProblemViewLaunch::new(

@@ -30,9 +30,9 @@ mod tests;
 pub use activation::swiglu_backward;
 pub use problem::Problem;
 
-pub(crate) use kernel::{Fault, persistent_kernel};
+pub(crate) use kernel::Fault;
 pub(crate) use launch::Prepared;
-pub(crate) use view::{TraceView, TraceViewLaunch};
+pub(crate) use view::TraceViewLaunch;
 
 use cubecl::client::Client;
 

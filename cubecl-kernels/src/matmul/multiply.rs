@@ -11,6 +11,7 @@ use super::{
 
 /// The sums of a tile: a unit's vectors, or a plane's fragments.
 #[derive(CubeType)]
+#[allow(dead_code, reason = "made by what the derive generates")]
 pub(crate) enum Sums<V: Size> {
     Registers(Array<Vector<f32, V>>),
     Fragments(Sequence<cmma::Matrix<f32>>),
