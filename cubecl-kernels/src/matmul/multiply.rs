@@ -126,11 +126,9 @@ fn multiply_fragments<S: Float, V: Size>(
     let (plane, planes_m, planes_n, fragments_m, fragments_n) = comptime!(spec.fragments());
     let plane_m = UNIT_POS as usize / plane / planes_n;
     let plane_n = UNIT_POS as usize / plane % planes_n;
-    // The left operand has depth along its lines unless it is `x` of a weight gradient, and the
-    // right one has columns along its lines unless it is a transposed weight.
-    let left_rows = comptime!(stagings.0.length == spec.depth && stagings.0.lines == spec.rows());
-    let right_rows =
-        comptime!(stagings.1.lines == spec.depth && stagings.1.length == spec.columns());
+    // Row-major fragments have depth along the rows of the left operand, across those of the right.
+    let left_rows = comptime!(stagings.0.along);
+    let right_rows = comptime!(!stagings.1.along);
     let (left_layout, right_layout) = comptime!((layout(left_rows), layout(right_rows)));
     let left_pitch = comptime!(stagings.0.pitch);
     let right_pitch = comptime!(stagings.1.pitch);

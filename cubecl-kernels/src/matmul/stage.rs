@@ -23,6 +23,8 @@ pub(crate) struct Staging {
     /// Lines in memory that the window of the tile spans, and the length of each.
     pub lines: usize,
     pub length: usize,
+    /// Whether lines run along the depth; else each is one step of it.
+    pub along: bool,
     /// Whether the stage has memory's columns as lines.
     pub transposed: bool,
     pub vector: usize,
@@ -69,6 +71,7 @@ impl Staging {
             left,
             lines,
             length,
+            along,
             transposed,
             vector: spec.vector,
             pitch: spec.line_vectors(stage_length),
