@@ -16,9 +16,15 @@
 //! at home on a rank, `R` replica slots.
 
 mod check;
+pub mod copy;
 mod error;
+mod launch;
 pub mod matmul;
 pub mod queue;
+pub mod router;
+pub mod rows;
+pub mod sort;
+pub mod swiglu;
 mod tensor;
 
 pub use error::KernelError;
