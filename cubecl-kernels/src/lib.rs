@@ -2,6 +2,16 @@
 //! ROCm, Metal, Vulkan, WebGPU, and LLVM on CPUs), and the caller chooses it by the
 //! [`Client`](cubecl::client::Client) it passes.
 //!
+//! | module | operations |
+//! |---|---|
+//! | [`router`] | scores, group-limited top-k |
+//! | [`sort`] | counts per expert, stable sort by expert |
+//! | [`rows`] | permute, unpermute, and their gradients |
+//! | [`matmul`] | grouped products with their gradients, fused SwiGLU; experts in one or two buffers |
+//! | [`swiglu`] | the activation alone |
+//! | [`queue`] | an urgent and a background product in one persistent launch |
+//! | [`copy`] | copies in tiles |
+//!
 //! Conventions of every operation:
 //!
 //! - One function an operation: `fn operation(client, arguments ..) -> Result<outputs, KernelError>`.

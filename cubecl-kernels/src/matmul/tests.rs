@@ -1,5 +1,6 @@
-//! Every tile shape gives the same bits: the shape decides who computes an element, not in which
-//! order it is summed.
+//! Every tile shape gives the same sums, bit for bit: the shape decides who computes an element, not
+//! in which order it is summed. (The activation is left out: a runtime may compute `exp` of vectors
+//! of different widths differently.)
 
 use super::{
     launch::run_with,
@@ -12,26 +13,21 @@ use crate::{DeviceTensor, ExpertWeights};
 mod common;
 mod cuda_source;
 
-fn specs(vector: usize, units: usize) -> Vec<TileSpec> {
-    let mut specs = Vec::new();
-    for buffers in [1, 2] {
-        for depth in [8, 16] {
-            for (vectors_m, vectors_n) in [(1, 2), (2, 4)] {
-                specs.push(TileSpec {
-                    vector,
-                    depth,
-                    buffers,
-                    engine: Engine::Registers {
-                        units_m: 1,
-                        units_n: units,
-                        vectors_m,
-                        vectors_n,
-                    },
-                });
-            }
-        }
-    }
-    specs
+/// Vectors, depths, register blocks and numbers of stages that differ.
+fn specs(units: usize) -> [TileSpec; 3] {
+    [(1, 8, 1, 4, 2), (4, 8, 1, 1, 2), (4, 16, 2, 2, 4)].map(
+        |(vector, depth, buffers, vectors_m, vectors_n)| TileSpec {
+            vector,
+            depth,
+            buffers,
+            engine: Engine::Registers {
+                units_m: 1,
+                units_n: units,
+                vectors_m,
+                vectors_n,
+            },
+        },
+    )
 }
 
 #[test]
@@ -58,17 +54,12 @@ fn tile_shapes_do_not_change_bits() {
     ];
     for make in make {
         let mut first: Option<Vec<f32>> = None;
-        for vector in [1, 4] {
-            for spec in specs(vector, units) {
-                let problem = make();
-                run_with(&client, &problem, spec);
-                let mut out = problem.output().read::<f32>(&client).unwrap();
-                if let Some(second) = problem.second_output() {
-                    out.extend(second.read::<f32>(&client).unwrap());
-                }
-                let first = first.get_or_insert_with(|| out.clone());
-                assert!(*first == out, "{spec:?} differs");
-            }
+        for spec in specs(units) {
+            let problem = make();
+            run_with(&client, &problem, spec);
+            let out = problem.output().read::<f32>(&client).unwrap();
+            let first = first.get_or_insert_with(|| out.clone());
+            assert!(*first == out, "{:?} with {spec:?}", problem.product);
         }
     }
 }
