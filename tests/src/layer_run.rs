@@ -30,6 +30,8 @@ pub struct LayerRun {
     pub slots: usize,
     /// Order of additions.
     pub combine: CombineOrder,
+    /// Where all ranks compute.
+    pub device: Device,
 }
 
 /// What came out, put together over the ranks. All values of the batch are in token order.
@@ -62,6 +64,7 @@ impl LayerRun {
             balance: Balance::None,
             slots: 0,
             combine: CombineOrder::Exact,
+            device: Device::flex(),
         }
     }
 
@@ -97,7 +100,7 @@ impl LayerRun {
         let width = self.config.router.d_model;
         let (x, factors) = (self.tokens(), self.loss_factors());
         let parts = run_ranks(self.ranks, RankOptions::default(), |comm| {
-            let device = Device::flex().autodiff();
+            let device = self.device.clone().autodiff();
             let tokens = self.tokens_of(comm.rank());
             let part = |all: &[f32]| {
                 let own = all[tokens.start * width..tokens.end * width].to_vec();
