@@ -36,6 +36,8 @@ pub struct LayerRun {
     pub hierarchical: bool,
     /// Whether replicas' weights are sent before the tokens.
     pub overlap: bool,
+    /// Where all ranks compute.
+    pub device: Device,
 }
 
 /// What came out, put together over the ranks. All values of the batch are in token order.
@@ -71,6 +73,7 @@ impl LayerRun {
             nodes: 1,
             hierarchical: false,
             overlap: true,
+            device: Device::flex(),
         }
     }
 
@@ -106,7 +109,7 @@ impl LayerRun {
         let width = self.config.router.d_model;
         let (x, factors) = (self.tokens(), self.loss_factors());
         let parts = ranks::run(self.ranks, RankOptions::default(), |comm| {
-            let device = Device::flex().autodiff();
+            let device = self.device.clone().autodiff();
             let tokens = self.tokens_of(comm.rank());
             let part = |all: &[f32]| {
                 let own = all[tokens.start * width..tokens.end * width].to_vec();

@@ -1,8 +1,16 @@
 //! Tasks of the workspace: `cargo xtask test`, `cargo xtask check`, `cargo xtask bench`.
 
+mod llvm;
+mod runtime;
+
+use std::ffi::OsString;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use clap::{Parser, Subcommand};
+
+use llvm::Llvm;
+use runtime::Runtime;
 
 /// Tasks of the burn-moe workspace.
 #[derive(Parser)]
@@ -19,12 +27,23 @@ enum Task {
         /// Run those of ranks that are processes instead. Needs OpenMPI (libopenmpi-dev, openmpi-bin) and libclang.
         #[arg(long)]
         mpi: bool,
+        /// Instead, run the tests of CubeCL kernels and of the Burn backend built on them, on
+        /// each of these runtimes. One build serves all of them.
+        #[arg(long, value_delimiter = ',')]
+        runtime: Vec<Runtime>,
+        /// With Burn's lazy execution. Builds most of Burn again.
+        #[arg(long, requires = "runtime")]
+        fusion: bool,
         /// Arguments for `cargo test`, after `--`.
         #[arg(last = true)]
         args: Vec<String>,
     },
     /// Formatting, lints and documentation, without warnings.
-    Check,
+    Check {
+        /// Instead, compile and lint what the CUDA features build. Needs no GPU and no CUDA.
+        #[arg(long)]
+        cuda: bool,
+    },
     /// Run the benchmarks of the layer and its kernels.
     Bench {
         /// Arguments for `cargo bench`, after `--`.
@@ -35,9 +54,18 @@ enum Task {
 
 fn main() -> ExitCode {
     let done = match Cli::parse().task {
-        Task::Test { mpi: true, args } => cargo("test", &MPI, &args, &[]),
-        Task::Test { mpi: false, args } => cargo("test", &["--workspace"], &args, &[]),
-        Task::Check => check(),
+        Task::Test {
+            runtime,
+            fusion,
+            args,
+            ..
+        } if !runtime.is_empty() => test_runtimes(&runtime, fusion, &args),
+        Task::Test {
+            mpi: true, args, ..
+        } => cargo("test", &MPI, &args, &[]),
+        Task::Test { args, .. } => cargo("test", &["--workspace"], &args, &[]),
+        Task::Check { cuda: true } => check_cuda(),
+        Task::Check { cuda: false } => check(),
         Task::Bench { args } => cargo("bench", &["--package", "burn-moe"], &args, &[]),
     };
     if done {
@@ -59,7 +87,7 @@ const MPI: [&str; 7] = [
 ];
 
 fn check() -> bool {
-    let deny = ("RUSTDOCFLAGS", "-D warnings");
+    let deny = [("RUSTDOCFLAGS", "-D warnings".into())];
     let lints = ["--workspace", "--all-targets", "--", "-D", "warnings"];
     // Without the default features too: what `flex` and `autodiff` gate must not be missed there.
     let bare = [
@@ -73,17 +101,98 @@ fn check() -> bool {
     cargo("fmt", &["--all", "--check"], &[], &[])
         && cargo("clippy", &lints, &[], &[])
         && cargo("clippy", &bare, &[], &[])
-        && cargo("doc", &["--workspace", "--no-deps"], &[], &[deny])
+        && cargo("doc", &["--workspace", "--no-deps"], &[], &deny)
+}
+
+fn check_cuda() -> bool {
+    let llvm = match Llvm::prepare(true) {
+        Ok(llvm) => llvm,
+        Err(error) => return refuse(error),
+    };
+    let packages = ["cubecl-kernels", "burn-moe", "burn-moe-tests"];
+    let mut arguments = with_features(&packages, &["cuda"]);
+    arguments.extend(["--all-targets", "--", "-D", "warnings"].map(String::from));
+    cargo("clippy", &[], &arguments, &llvm.environment(true))
+}
+
+fn test_runtimes(runtimes: &[Runtime], fusion: bool, more: &[String]) -> bool {
+    let mut environment = Vec::new();
+    for runtime in runtimes {
+        match runtime.prepare() {
+            Ok(needs) => environment.extend(needs),
+            Err(error) => return refuse(error),
+        }
+    }
+    let kernels = match test_names("cubecl-kernels") {
+        Ok(names) => names,
+        Err(error) => return refuse(error),
+    };
+    let features: Vec<_> = runtimes.iter().map(|runtime| runtime.feature()).collect();
+    // Both packages in one go: on their own they ask for other features of CubeCL, and each would
+    // build it again. So the tests must be named.
+    let mut arguments = with_features(&["cubecl-kernels", "burn-moe-tests"], &features);
+    if fusion {
+        arguments.extend(["--features".into(), "burn-moe-tests/fusion".into()]);
+    }
+    arguments.push("--lib".into());
+    for name in kernels.into_iter().chain(["cube".into()]) {
+        arguments.extend(["--test".into(), name]);
+    }
+    arguments.extend_from_slice(more);
+    runtimes.iter().all(|runtime| {
+        eprintln!("xtask: tests on runtime {}", runtime.feature());
+        let environment = [environment.clone(), runtime.selection()].concat();
+        cargo("test", &[], &arguments, &environment)
+    })
+}
+
+/// Cargo's arguments for these packages with these features.
+fn with_features(packages: &[&str], features: &[&str]) -> Vec<String> {
+    let package = |name: &&str| ["--package".into(), (*name).into()];
+    let mut arguments: Vec<String> = packages.iter().flat_map(package).collect();
+    for feature in features {
+        for package in packages {
+            arguments.extend(["--features".into(), format!("{package}/{feature}")]);
+        }
+    }
+    arguments
+}
+
+/// The integration tests of a package.
+fn test_names(package: &str) -> std::io::Result<Vec<String>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("..")
+        .join(package)
+        .join("tests");
+    let mut names = Vec::new();
+    for file in folder.read_dir()? {
+        let path = file?.path();
+        if path.extension().is_some_and(|extension| extension == "rs") {
+            names.extend(path.file_stem().map(|name| name.to_string_lossy().into()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn refuse(error: impl std::error::Error) -> bool {
+    eprintln!("xtask: {error}");
+    false
 }
 
 /// Runs cargo in the workspace and says what it runs.
-fn cargo(task: &str, fixed: &[&str], more: &[String], environment: &[(&str, &str)]) -> bool {
+fn cargo(
+    task: &str,
+    fixed: &[&str],
+    more: &[String],
+    environment: &[(&'static str, OsString)],
+) -> bool {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .arg(task)
         .args(fixed)
         .args(more)
-        .envs(environment.iter().copied());
+        .envs(environment.iter().map(|(name, value)| (name, value)));
     let shown: Vec<_> = std::iter::once(task)
         .chain(fixed.iter().copied())
         .chain(more.iter().map(String::as_str))

@@ -30,6 +30,8 @@ use burn::backend::{
     Backend, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
+#[cfg(feature = "fusion")]
+use burn::tensor::{DType, Shape};
 
 /// How many experts a token chooses, and from which groups (DeepSeek-V3, section 2.1.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,10 +50,16 @@ pub struct TopK {
 /// this trait is what a backend implements. Differentiable are `gather_rows`, `sum_rows`,
 /// `expert_swiglu` and `all_to_all_rows`; the others are what these are made of, and treat their
 /// inputs as constants.
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff: cfg(feature = "autodiff"))]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cubecl"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion")
+)]
 pub trait MoeOps: Backend {
     /// Experts of each token, best first: top-k of `scores + bias` within the kept groups.
     /// `scores [T, E]`, `bias [E]` -> ids `[T, K]`. Ties go to the lowest id.
+    #[fusion(dtype = DType::I32, shape = Shape::new([scores[0], top_k.k]))]
     #[allow(unused_variables)]
     fn select_experts(
         scores: FloatTensor<Self>,
@@ -60,10 +68,12 @@ pub trait MoeOps: Backend {
     ) -> IntTensor<Self>;
 
     /// `x [T, D]`, `index [N]` -> `out [N, D]` with `out[i] = x[index[i]]`.
+    #[fusion(dtype = x, shape = Shape::new([index[0], x[1]]))]
     fn gather_rows(x: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self>;
 
     /// Adjoint of [`gather_rows`](MoeOps::gather_rows): `out[index[i]] += grad[i]` in order of
     /// `i`, `out [rows, D]`.
+    #[fusion(dtype = grad, shape = Shape::new([*rows, grad[1]]))]
     #[allow(unused_variables)]
     fn scatter_add_rows(
         grad: FloatTensor<Self>,
@@ -73,6 +83,7 @@ pub trait MoeOps: Backend {
 
     /// `y [N, D]`, `index [T, K]` (-1: no row), `weights [T, K]` -> `out [T, D]` with
     /// `out[t] = sum over k of weights[t, k] * y[index[t, k]]`, added in the order of `k`.
+    #[fusion(dtype = y, shape = Shape::new([index[0], y[1]]))]
     fn sum_rows(
         y: FloatTensor<Self>,
         index: IntTensor<Self>,
@@ -81,6 +92,7 @@ pub trait MoeOps: Backend {
 
     /// Gradients of [`sum_rows`](MoeOps::sum_rows) for `y` and `weights`. A row of `y` is named
     /// by at most one place of `index`.
+    #[fusion(meta = |_grad, y, _index, weights| (y.clone(), weights.clone()))]
     fn sum_rows_backward(
         grad: FloatTensor<Self>,
         y: FloatTensor<Self>,
@@ -92,6 +104,10 @@ pub trait MoeOps: Backend {
     /// weights `gate_up [L, D, 2F]` (gate first) and `down [L, F, D]`, replica weights with `R`
     /// in place of `L` -> output `[N, D]` and `hidden [N, 2F]` (gate and up before the
     /// activation, for the backward pass).
+    #[fusion(meta = |x, _gate_up, down, _slot_gate_up, _slot_down, _offsets| {
+        let hidden = Shape::new([x.shape[0], 2 * down.shape[1]]);
+        (x.clone(), burn::backend::fusion::custom::TensorSpec::new(hidden, x.dtype))
+    })]
     fn grouped_swiglu(
         x: FloatTensor<Self>,
         gate_up: FloatTensor<Self>,
@@ -103,6 +119,13 @@ pub trait MoeOps: Backend {
 
     /// Gradients of [`grouped_swiglu`](MoeOps::grouped_swiglu) for `x`, `gate_up`, `down`,
     /// `slot_gate_up` and `slot_down`, from the gradient of its output and its `hidden`.
+    #[fusion(meta = |_grad, x, _hidden, gate_up, down, slot_gate_up, slot_down, _offsets| (
+        x.clone(),
+        gate_up.clone(),
+        down.clone(),
+        slot_gate_up.clone(),
+        slot_down.clone(),
+    ))]
     #[allow(clippy::too_many_arguments, clippy::type_complexity)]
     fn grouped_swiglu_backward(
         grad: FloatTensor<Self>,
@@ -123,6 +146,7 @@ pub trait MoeOps: Backend {
 
     /// The experts of a rank, home and replicated: fetches the replicas that `replication` names,
     /// computes [`grouped_swiglu`](MoeOps::grouped_swiglu), and gives the slots back.
+    #[fusion(default)]
     #[allow(unused_variables)]
     fn expert_swiglu(
         x: FloatTensor<Self>,
@@ -152,6 +176,7 @@ pub trait MoeOps: Backend {
     /// Sends the home experts that others replicate, unless [`send_experts`] already has in this
     /// pass, and receives into this rank's slots:
     /// `gate_up [L, D, 2F]`, `down [L, F, D]` -> `[R, D, 2F]`, `[R, F, D]`.
+    #[fusion(default)]
     #[allow(unused_variables)]
     fn fetch_experts(
         gate_up: FloatTensor<Self>,
@@ -164,6 +189,7 @@ pub trait MoeOps: Backend {
 
     /// Gradients of replicas go home: sends `slot_*` to the home ranks and adds what arrives to
     /// the home gradients, in the order of the sending ranks.
+    #[fusion(default)]
     #[allow(unused_variables)]
     fn return_expert_grads(
         gate_up: FloatTensor<Self>,
@@ -183,6 +209,7 @@ pub trait MoeOps: Backend {
 
     /// Rows to other ranks: `x [sum of send, D]`, in order of destination ->
     /// `[sum of receive, D]`, in order of source.
+    #[fusion(default)]
     #[allow(unused_variables)]
     fn all_to_all_rows(x: FloatTensor<Self>, exchange: RowExchange) -> FloatTensor<Self> {
         exchange::all_to_all_through_host::<Self>(x, exchange)

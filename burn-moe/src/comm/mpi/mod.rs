@@ -467,38 +467,20 @@ impl MpiCommunicator {
 
     /// This rank has failed with `outcome`; `below` is a communicator's error among its sources.
     fn has_failed(&self, outcome: RankOutcome, below: Option<CommError>) -> RanksError {
-        let below = match &outcome {
-            RankOutcome::Comm(error) => Some(error.clone()),
-            _ => below,
-        };
-        // A rank may also turn the error into a panic message (`unwrap`): then what the operation reported decides.
-        let consequence = below
-            .filter(|error| matches!(error, CommError::RankLost { .. }))
-            .or_else(|| lock(&self.seen).clone());
-        let loss = match &consequence {
-            Some(CommError::RankLost { lost, reason, .. }) => Loss {
-                rank: *lost,
-                reason: reason.clone(),
-            },
-            _ => Loss {
-                rank: self.rank,
-                reason: outcome.to_string(),
-            },
+        let failure = RanksFailure::seen_by(self.rank, outcome, below, lock(&self.seen).clone());
+        let reason = match &failure.cause {
+            RankOutcome::Lost(reason) => reason.clone(),
+            cause => cause.to_string(),
         };
         let sent = lock(&self.engine).sent.clone();
         self.control.leave(Left::Failed {
-            lost: loss.rank,
-            reason: loss.reason.clone(),
+            lost: failure.rank,
+            reason,
             sent,
         });
         self.farewell();
-        let outcome = match (outcome, consequence) {
-            (RankOutcome::Panicked(message), Some(error)) if message.contains("RankLost {") => {
-                RankOutcome::Comm(error)
-            }
-            (outcome, _) => outcome,
-        };
-        self.failure(loss, outcome)
+        linger_at_exit();
+        RanksError::Failed(Box::new(failure))
     }
 
     /// Stays until the others have left too, but not long.

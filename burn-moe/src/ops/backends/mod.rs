@@ -1,4 +1,6 @@
 #[cfg(feature = "autodiff")]
 mod autodiff;
+#[cfg(feature = "cubecl")]
+mod cubecl;
 #[cfg(feature = "flex")]
 mod flex;
