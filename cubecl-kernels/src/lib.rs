@@ -26,6 +26,9 @@
 //! at home on a rank, `R` replica slots.
 
 mod check;
+#[cfg(test)]
+#[path = "../tests/common/mod.rs"]
+mod common;
 pub mod copy;
 mod error;
 mod launch;

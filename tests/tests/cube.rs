@@ -183,7 +183,7 @@ fn compare(what: &str, result: &LayerResult, expected: &LayerResult) {
 #[test]
 fn a_layer_is_the_one_on_flex() {
     for config in configs() {
-        for tokens in [0, 1, 3, 101] {
+        for tokens in [0, 1, 101] {
             let flex = LayerRun::single(config.clone(), tokens);
             let here = LayerRun {
                 device: device(),
@@ -197,9 +197,11 @@ fn a_layer_is_the_one_on_flex() {
 
 #[test]
 fn all_tokens_on_one_expert() {
+    // Normalised, the weight of a single expert is 1, and the gradient of the gate only rounding.
+    let router = RouterConfig::new(24, 8, 1).with_norm_topk_prob(false);
     let flex = LayerRun {
         hot_expert: Some(5),
-        ..LayerRun::single(MoeConfig::new(RouterConfig::new(24, 8, 1), 20), 64)
+        ..LayerRun::single(MoeConfig::new(router, 20), 64)
     };
     let here = LayerRun {
         device: device(),

@@ -79,7 +79,7 @@ impl Prepared {
         let tiles = DeviceTensor::empty(client, [sizes.experts + 1], ElemType::UInt(UIntKind::U32));
         let units = client.properties().hardware.max_units_per_cube.min(256);
         let rows = match fault {
-            Fault::WrongPrefix => 2 * spec.rows(),
+            Fault::WrongPrefix => spec.rows() / 2,
             _ => spec.rows(),
         };
         // A problem without outputs has no tiles, whatever its experts' rows.

@@ -140,17 +140,8 @@ pub(crate) fn fetch<F: Float, V: Size>(
     #[unroll]
     for i in 0..comptime!(staging.blocks_per_unit()) {
         let block = UNIT_POS as usize + comptime!(i * staging.units);
-        if comptime!((i + 1) * staging.units <= staging.blocks()) {
-            fetch_block::<F, V>(
-                problem,
-                place,
-                depth,
-                block,
-                registers,
-                comptime!(i * staging.block()),
-                staging,
-            );
-        } else if block < comptime!(staging.blocks()) {
+        let whole = comptime!((i + 1) * staging.units <= staging.blocks());
+        if whole || block < comptime!(staging.blocks()) {
             fetch_block::<F, V>(
                 problem,
                 place,

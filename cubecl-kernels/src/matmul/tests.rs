@@ -7,10 +7,8 @@ use super::{
     problem::Problem,
     tile::{Engine, TileSpec},
 };
-use crate::{DeviceTensor, ExpertWeights};
+use crate::{DeviceTensor, ExpertWeights, common};
 
-#[path = "../../tests/common/mod.rs"]
-mod common;
 mod cuda_source;
 
 /// Vectors, depths, register blocks and numbers of stages that differ.

@@ -6,12 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    ExpertWeights,
+    ExpertWeights, common,
     matmul::{grouped_matmul_data_grad, grouped_matmul_weight_grad},
 };
-
-#[path = "../../tests/common/mod.rs"]
-mod common;
 
 const COUNTS: [usize; 5] = [40, 0, 3, 61, 17];
 const K: usize = 72;

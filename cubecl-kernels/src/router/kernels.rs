@@ -100,7 +100,7 @@ pub(super) fn select(
             best_keys[UNIT_POS as usize] = best_key;
             best_ids[UNIT_POS as usize] = best_id;
             sync_cube();
-            let mut half = along / 2;
+            let mut half = comptime!(along / 2).runtime();
             while half > 0 {
                 if UNIT_POS_X < half {
                     let here = UNIT_POS as usize;
@@ -265,7 +265,7 @@ fn of_all_units(
     if comptime!(along > 1) {
         parts[UNIT_POS as usize] = value;
         sync_cube();
-        let mut half = along / 2;
+        let mut half = comptime!(along / 2).runtime();
         while half > 0 {
             if UNIT_POS_X < half {
                 let here = parts[UNIT_POS as usize];

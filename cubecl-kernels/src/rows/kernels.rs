@@ -142,7 +142,7 @@ pub(super) fn weight_gradients<F: Float, W: Float, V: Size>(
         let mut parts = Shared::<[f32]>::new_slice((along * dots) as usize);
         parts[UNIT_POS as usize] = total;
         sync_cube();
-        let mut half = along / 2;
+        let mut half = comptime!(along / 2).runtime();
         while half > 0 {
             if UNIT_POS_X < half {
                 let other = parts[(UNIT_POS + half) as usize];

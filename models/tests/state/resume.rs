@@ -158,7 +158,7 @@ fn another_number_of_ranks_has_the_same_losses_up_to_order() {
     }
 }
 
-/// A rank is lost again and again, anywhere. The script `kill_rounds` of the examples does it with
+/// A rank is lost again and again, anywhere. The examples' test `resume` does it with
 /// processes.
 #[test]
 fn whatever_rank_is_lost_no_saved_step_is() {

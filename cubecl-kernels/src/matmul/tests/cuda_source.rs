@@ -16,16 +16,13 @@ use cubecl_cpp::{
     target::Cuda,
 };
 
-use super::{
-    super::{
-        kernel::{Fault, persistent_kernel},
-        launch::Prepared,
-        problem::{Problem, Product, Sizes},
-        tile::TileSpec,
-    },
-    common,
+use super::super::{
+    kernel::{Fault, persistent_kernel},
+    launch::Prepared,
+    problem::{Problem, Product, Sizes},
+    tile::TileSpec,
 };
-use crate::{DeviceTensor, queue::Words};
+use crate::{DeviceTensor, common, queue::Words};
 
 /// What CubeCL's CUDA runtime tells of a device of compute capability 9.0.
 fn hopper() -> DeviceProperties {
