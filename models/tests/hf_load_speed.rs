@@ -4,17 +4,21 @@
 //!
 //! Files lie in the page cache, and what is compared runs in turn in the same process, as many threads
 //! as ranks, the best of several rounds:
-//! - *read*: all bytes by `read()` into one small buffer again and again. No memory is needed for it,
-//!   so a loader is compared with it that transposes into the same buffers again and again.
-//! - *kept*: all bytes by `read()` into buffers of their own that are new: what any loader has to do at
-//!   least, and what loading a model, into new memory too, is compared with.
+//! - *kept*: all bytes by `read()` into new memory of their own: what any loader has to do at least,
+//!   for in the end the parameters lie in memory of their own. Loading a model must reach 0.7 of its
+//!   speed.
+//! - *read*: all bytes by `read()` into one small buffer again and again, which stays in the cache and
+//!   keeps nothing. Printed beside it, and not asserted, is a loader that transposes into the same
+//!   buffers again and again: it shows the cost of transposing alone, without that of new memory.
 //!
-//! The model has the elements of the folder; a folder of bf16 as f32 is measured for information.
+//! The model has the elements of the folder; a folder of bf16 as f32, whose parameters need twice the
+//! memory, is measured for information.
 #![cfg(target_os = "linux")]
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use burn_moe_models::hf::{Dtype, Element, Experts, Folder, Layout, TensorInfo};
@@ -25,19 +29,28 @@ const D_MODEL: usize = 2048;
 const RANKS: usize = 4;
 const ROUNDS: usize = 5;
 
-fn read_all(paths: &[std::path::PathBuf]) -> u64 {
-    let mut buffer = vec![0; 1 << 20];
-    let mut total = 0;
+/// Reads a rank's part of all files in pieces of `piece` bytes at most, each given to `each` to keep or
+/// to give back for the next.
+fn read_part(paths: &[PathBuf], rank: usize, piece: u64, mut each: impl FnMut(Vec<u8>) -> Vec<u8>) {
+    let mut buffer = Vec::new();
     for path in paths {
-        let mut file = File::open(path).unwrap();
-        loop {
-            match file.read(&mut buffer).unwrap() {
-                0 => break,
-                n => total += n as u64,
+        let file = File::open(path).unwrap();
+        let len = file.metadata().unwrap().len();
+        let (mut at, end) = (
+            len * rank as u64 / RANKS as u64,
+            len * (rank as u64 + 1) / RANKS as u64,
+        );
+        while at < end {
+            let bytes = piece.min(end - at);
+            if buffer.len() as u64 != bytes {
+                // Of zeros that are not there before something is written to them.
+                buffer = vec![0; bytes as usize];
             }
+            file.read_exact_at(&mut buffer, at).unwrap();
+            buffer = each(buffer);
+            at += bytes;
         }
     }
-    total
 }
 
 fn status(field: &str) -> f64 {
@@ -102,7 +115,7 @@ fn make(dir: &Path, dtype: Dtype, bytes: usize) -> usize {
     d_hidden
 }
 
-fn beside(dir: &Path) -> std::path::PathBuf {
+fn beside(dir: &Path) -> PathBuf {
     dir.with_file_name(format!(
         "{}.partial",
         dir.file_name().unwrap().to_str().unwrap()
@@ -122,9 +135,8 @@ fn seconds<T: Send>(each: impl Fn(usize) -> T + Sync) -> (f64, Vec<T>) {
     (start.elapsed().as_secs_f64(), all)
 }
 
-/// Loads a folder of `E::DTYPE`, or of `stored`, as `E`; returns the loaders' speeds in shares of the
-/// reads': into buffers in use against *read*, into new memory against *kept*.
-fn measure<E: Element>(stored: Dtype) -> [f64; 2] {
+/// Loads a folder of `stored` as `E`; returns the speed of loading as a share of *kept*.
+fn measure<E: Element>(stored: Dtype) -> f64 {
     let gigabytes: f64 = std::env::var("HF_LOAD_GB").map_or(4.0, |text| text.parse().unwrap());
     let root = std::env::var("HF_LOAD_DIR").map_or(std::env::temp_dir(), Into::into);
     let temp = tempfile::tempdir_in(root).unwrap();
@@ -133,15 +145,19 @@ fn measure<E: Element>(stored: Dtype) -> [f64; 2] {
     let entries = fs::read_dir(&dir).unwrap();
     let mut paths: Vec<_> = entries.map(|e| e.unwrap().path()).collect();
     paths.sort();
-    let bytes = read_all(&paths); // into the page cache
-    let part = |rank: usize| &paths[paths.len() * rank / RANKS..paths.len() * (rank + 1) / RANKS];
+    let bytes: u64 = paths
+        .iter()
+        .map(|path| fs::metadata(path).unwrap().len())
+        .sum();
+    let read = || seconds(|rank| read_part(&paths, rank, 1 << 20, |buffer| buffer)).0;
+    read(); // into the page cache
     let own = |rank: usize| rank * EXPERTS / RANKS..(rank + 1) * EXPERTS / RANKS;
     let layer = |layer: usize| format!("model.layers.{layer}");
 
     let mut best = [f64::INFINITY; 4];
     let (mut peak, mut parameters) = (0f64, 0);
     for _ in 0..ROUNDS {
-        let read = seconds(|rank| read_all(part(rank))).0;
+        let read = read();
         let again = seconds(|rank| {
             let folder = Folder::open(&dir).unwrap();
             let len = D_MODEL * d_hidden;
@@ -154,11 +170,17 @@ fn measure<E: Element>(stored: Dtype) -> [f64; 2] {
                 }
             }
         });
+        // What was read is dropped here: loading gets memory as new as this.
+        // What was read is dropped here: loading gets memory as new as this.
         let kept = seconds(|rank| {
-            let files = part(rank).iter().map(|path| fs::read(path).unwrap());
-            files.collect::<Vec<_>>()
-        });
-        let kept = kept.0;
+            let mut all = Vec::new();
+            read_part(&paths, rank, u64::MAX, |buffer| {
+                all.push(buffer);
+                Vec::new()
+            });
+            all
+        })
+        .0;
         let _ = fs::write("/proc/self/clear_refs", "5"); // the peak starts anew
         let before = status("VmRSS");
         let (load, loaded) = seconds(|rank| {
@@ -194,13 +216,15 @@ fn measure<E: Element>(stored: Dtype) -> [f64; 2] {
         peak / parameters as f64,
     );
     assert!(peak <= 1.15 * parameters as f64, "peak {peak}");
-    shares
+    shares[1]
 }
 
 fn check<E: Element>() {
-    for (share, what) in measure::<E>(E::DTYPE).into_iter().zip(["read", "kept"]) {
-        assert!(share >= 0.7, "loads at {share:.2} of {what}");
-    }
+    let share = measure::<E>(E::DTYPE);
+    assert!(
+        share >= 0.7,
+        "loads at {share:.2} of read() into new memory"
+    );
 }
 
 #[test]

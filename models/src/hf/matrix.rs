@@ -188,6 +188,12 @@ impl<D: Stored, E: Element> Rows<E> for Band<'_, D> {
         self.matrix
             .decode::<D, E>(self.first + row, cols.start, bytes, out);
     }
+
+    fn stored(&self) -> Option<&[u8]> {
+        let widened = (D::DTYPE, E::DTYPE) == (Dtype::BF16, Dtype::F32);
+        let plain = cfg!(target_endian = "little") && (D::DTYPE == E::DTYPE || widened);
+        plain.then_some(self.bytes)
+    }
 }
 
 #[inline(always)]

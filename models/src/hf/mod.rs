@@ -11,6 +11,8 @@ mod error;
 mod experts;
 mod folder;
 mod layout;
+#[cfg(target_arch = "x86_64")]
+mod lines;
 mod matrix;
 mod place;
 mod read;

@@ -5,10 +5,15 @@
 //! than any cache, and lines that are written whole need not be fetched first. That halves the traffic
 //! to memory, and with strides of powers of two, where lines of a column evict each other, it does
 //! more.
+//!
+//! Where elements need no arithmetic and the processor has wide registers, whole squares are turned in
+//! those instead (`lines`).
 
 use std::ops::Range;
 
 use super::element::Element;
+#[cfg(target_arch = "x86_64")]
+use super::lines::{Instructions, Job};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -34,6 +39,10 @@ const fn side<E: Element>() -> usize {
 pub(super) trait Rows<E> {
     /// Writes columns `cols` of a row to `out`.
     fn piece(&self, row: usize, cols: Range<usize>, out: &mut [E]);
+
+    /// The rows one behind the other as they are stored, when they are the elements' own bytes, or
+    /// half of them: bf16 that become f32.
+    fn stored(&self) -> Option<&[u8]>;
 }
 
 /// Writes a matrix `[rows, cols]` transposed to `out`: row `r` becomes column `r` of lines that lie
@@ -41,33 +50,114 @@ pub(super) trait Rows<E> {
 ///
 /// Fastest when `out` begins at a cache line.
 pub(super) fn transpose<E: Element>(
-    sides: [usize; 2],
+    [rows, cols]: [usize; 2],
     from: &impl Rows<E>,
     out: &mut [E],
     stride: usize,
 ) {
-    match size_of::<E>() {
-        4 => in_squares::<E, 16, 4>(sides, from, out, stride),
-        _ => in_squares::<E, 32, 8>(sides, from, out, stride),
-    }
+    #[cfg(target_arch = "x86_64")]
+    let [tall, wide] = match Instructions::known().next() {
+        Some(with) => in_registers(with, [rows, cols], from, out, stride),
+        None => [0, 0],
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let [tall, wide] = [0, 0];
+    let mut in_squares = |rows: Range<usize>, cols: Range<usize>| match size_of::<E>() {
+        4 => in_squares::<E, 16, 4>(rows, cols, from, out, stride),
+        _ => in_squares::<E, 32, 8>(rows, cols, from, out, stride),
+    };
+    in_squares(0..tall, wide..cols);
+    in_squares(tall..rows, 0..cols);
     finish_lines();
+}
+
+/// Transposes as many of the first rows and columns as can be in vector registers; returns how many.
+#[cfg(target_arch = "x86_64")]
+fn in_registers<E: Element>(
+    with: Instructions,
+    [rows, cols]: [usize; 2],
+    from: &impl Rows<E>,
+    out: &mut [E],
+    stride: usize,
+) -> [usize; 2] {
+    let Some(bytes) = from.stored() else {
+        return [0, 0];
+    };
+    if head(out, stride) != Some(0) {
+        return [0, 0];
+    }
+    match (bytes.len() / (rows * cols).max(1), size_of::<E>()) {
+        (4, 4) => run::<4, 4>(
+            with,
+            [rows, cols],
+            bytes,
+            bytemuck::cast_slice_mut(out),
+            stride,
+        ),
+        (2, 2) => run::<2, 2>(
+            with,
+            [rows, cols],
+            bytes,
+            bytemuck::cast_slice_mut(out),
+            stride,
+        ),
+        (2, 4) => run::<2, 4>(
+            with,
+            [rows, cols],
+            bytes,
+            bytemuck::cast_slice_mut(out),
+            stride,
+        ),
+        _ => [0, 0],
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn run<const STORED: usize, const SIZE: usize>(
+    with: Instructions,
+    [rows, cols]: [usize; 2],
+    from: &[u8],
+    to: &mut [u8],
+    stride: usize,
+) -> [usize; 2] {
+    let tall = rows - rows % Job::<STORED, SIZE>::ROWS;
+    let wide = cols - cols % Job::<STORED, SIZE>::COLS;
+    if tall == 0 || wide == 0 {
+        return [0, 0];
+    }
+    // What the pointers rely on.
+    assert!(from.len() >= rows * cols * STORED);
+    assert!(tall <= stride && to.len() >= ((wide - 1) * stride + tall) * SIZE);
+    let job = Job::<STORED, SIZE> {
+        from: from.as_ptr(),
+        row_bytes: cols * STORED,
+        to: to.as_mut_ptr(),
+        column_bytes: stride * SIZE,
+        rows: tall,
+        cols: wide,
+    };
+    // SAFETY: all rows lie in `from`, all columns in `to`, the caller has checked that those begin at
+    // cache lines, and the instructions are known.
+    unsafe { job.run(with) };
+    [tall, wide]
 }
 
 /// `SIDE` elements are a cache line, squares of `N` fit into vector registers.
 #[inline(always)]
 fn in_squares<E: Element, const SIDE: usize, const N: usize>(
-    [rows, cols]: [usize; 2],
+    rows: Range<usize>,
+    cols: Range<usize>,
     from: &impl Rows<E>,
     out: &mut [E],
     stride: usize,
 ) {
     let mut square = Line([[E::zeroed(); SIDE]; SIDE]);
     let mut turned = Line([[E::zeroed(); SIDE]; SIDE]);
-    for row_block in (0..rows).step_by(BLOCK) {
-        for col_block in (0..cols).step_by(BLOCK) {
-            for col in (col_block..cols.min(col_block + BLOCK)).step_by(SIDE) {
-                for row in (row_block..rows.min(row_block + BLOCK)).step_by(SIDE) {
-                    let (height, width) = (SIDE.min(rows - row), SIDE.min(cols - col));
+    for row_block in rows.clone().step_by(BLOCK) {
+        for col_block in cols.clone().step_by(BLOCK) {
+            for col in (col_block..cols.end.min(col_block + BLOCK)).step_by(SIDE) {
+                for row in (row_block..rows.end.min(row_block + BLOCK)).step_by(SIDE) {
+                    let (height, width) = (SIDE.min(rows.end - row), SIDE.min(cols.end - col));
                     // Whole squares apart, so that the compiler knows their lengths.
                     if height == SIDE && width == SIDE {
                         for (r, piece) in square.0.iter_mut().enumerate() {
@@ -157,50 +247,100 @@ mod tests {
     use super::*;
     use half::bf16;
 
-    impl<E, F: Fn(usize, Range<usize>, &mut [E])> Rows<E> for F {
+    /// A matrix whose elements are given by their indices.
+    struct Source<F> {
+        cols: usize,
+        value: F,
+        stored: Option<Vec<u8>>,
+    }
+
+    impl<E, F: Fn(usize) -> E> Rows<E> for Source<F> {
         fn piece(&self, row: usize, cols: Range<usize>, out: &mut [E]) {
-            self(row, cols, out);
+            for (col, out) in cols.zip(out) {
+                *out = (self.value)(row * self.cols + col);
+            }
+        }
+
+        fn stored(&self) -> Option<&[u8]> {
+            self.stored.as_deref()
         }
     }
 
-    /// Against a loop, for all shapes and alignments around the sides of squares and blocks.
-    fn check<E: Element>(value: impl Fn(usize) -> E) {
+    /// Calls `each(rows, cols, shift, stride)` around the sides of squares and blocks.
+    fn shapes(mut each: impl FnMut(usize, usize, usize, usize)) {
         for rows in [1, 3, 15, 16, 17, 32, 33, 64, 65, 131] {
-            for cols in [1, 7, 16, 31, 32, 65, 128] {
+            for cols in [1, 7, 16, 31, 32, 65, 128, 275] {
                 for (shift, more) in [(0, 0), (1, 0), (4, 3), (9, 64), (17, 1)] {
-                    let stride = rows + more;
-                    let mut out = vec![E::zeroed(); shift + cols * stride];
-                    transpose(
-                        [rows, cols],
-                        &|row: usize, of: Range<usize>, out: &mut [E]| {
-                            for (col, out) in of.zip(out) {
-                                *out = value(row * cols + col + 1);
-                            }
-                        },
-                        &mut out[shift..],
-                        stride,
-                    );
-                    for (i, got) in out[shift..].iter().enumerate() {
-                        let (col, row) = (i / stride, i % stride);
-                        let expected = match row < rows {
-                            true => value(row * cols + col + 1),
-                            false => E::zeroed(),
-                        };
-                        assert_eq!(
-                            bytemuck::bytes_of(got),
-                            bytemuck::bytes_of(&expected),
-                            "{rows} x {cols}, {shift} shifted, stride {stride}: {row}, {col}"
-                        );
-                    }
+                    each(rows, cols, shift, rows + more);
                 }
+                each(rows, cols, 0, rows.next_multiple_of(32));
+                each(rows, cols, 5, rows.next_multiple_of(32) + 32);
             }
         }
     }
 
+    /// Against a loop: what lies in the first `rows` and `cols` of the source's, zero elsewhere.
+    fn assert_turned<E: Element>(
+        out: &[E],
+        stride: usize,
+        [rows, cols]: [usize; 2],
+        source: &Source<impl Fn(usize) -> E>,
+        what: &str,
+    ) {
+        for (i, got) in out.iter().enumerate() {
+            let (col, row) = (i / stride, i % stride);
+            let expected = match row < rows && col < cols {
+                true => (source.value)(row * source.cols + col),
+                false => E::zeroed(),
+            };
+            assert_eq!(
+                bytemuck::bytes_of(got),
+                bytemuck::bytes_of(&expected),
+                "{what}: {row}, {col} of {rows} x {cols}, stride {stride}"
+            );
+        }
+    }
+
+    fn check<S: Element, E: Element>(stored: impl Fn(usize) -> S, value: impl Fn(usize) -> E) {
+        shapes(|rows, cols, shift, stride| {
+            let bits: Vec<S> = (0..rows * cols).map(&stored).collect();
+            let bytes: Vec<u8> = bytemuck::cast_slice(&bits).into();
+            for stored in [None, Some(bytes)] {
+                let source = Source {
+                    cols,
+                    value: &value,
+                    stored,
+                };
+                let mut buffer = vec![E::zeroed(); LINE + shift + cols * stride];
+                let first = buffer.as_ptr().align_offset(LINE) + shift;
+                let out = &mut buffer[first..][..cols * stride];
+                transpose([rows, cols], &source, out, stride);
+                assert_turned(out, stride, [rows, cols], &source, "all");
+                #[cfg(target_arch = "x86_64")]
+                for with in Instructions::known() {
+                    out.fill(E::zeroed());
+                    let done = in_registers(with, [rows, cols], &source, out, stride);
+                    let ready = head(out, stride) == Some(0) && source.stored.is_some();
+                    let whole = [
+                        rows / side::<E>() * side::<E>(),
+                        cols / side::<S>() * side::<S>(),
+                    ];
+                    let some = ready && !whole.contains(&0);
+                    assert_eq!(done, if some { whole } else { [0, 0] });
+                    assert_turned(out, stride, done, &source, &format!("{with:?}"));
+                }
+            }
+        });
+    }
+
     #[test]
     fn equals_a_loop() {
-        check(|i| i as f32);
-        check(|i| bf16::from_bits(i as u16));
+        let f32_of = |i: usize| f32::from_bits((i as u32 + 1).wrapping_mul(0x9e37_79b1));
+        let bf16_of = |i: usize| bf16::from_bits((i as u16).wrapping_mul(40503).wrapping_add(1));
+        let widened = |i: usize| f32::from_bits(u32::from(bf16_of(i).to_bits()) << 16);
+        check(f32_of, f32_of);
+        check(bf16_of, bf16_of);
+        check(bf16_of, widened);
     }
 
     #[test]
