@@ -34,8 +34,8 @@ impl Instructions {
 
 /// A matrix in memory and where it goes.
 ///
-/// Elements of `STORED` bytes become elements of `SIZE` bytes: the same ones, or for 2 and 4 the upper
-/// halves of zeros (bf16 as f32).
+/// Elements of `STORED` bytes become elements of `SIZE` bytes: the same ones, or for 2 and 4 those with
+/// two bytes of zeros below them (bf16 as f32).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Job<const STORED: usize, const SIZE: usize> {
     /// The first row.
@@ -46,7 +46,7 @@ pub(super) struct Job<const STORED: usize, const SIZE: usize> {
     pub to: *mut u8,
     /// From one column to the next in the result, a multiple of [`LINE`].
     pub column_bytes: usize,
-    /// Rows, a multiple of [`rows`](Self::rows) of a line.
+    /// Rows, a multiple of [`ROWS`](Self::ROWS).
     pub rows: usize,
     /// Columns, a multiple of [`COLS`](Self::COLS).
     pub cols: usize,

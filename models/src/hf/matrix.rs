@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::element::{
@@ -10,6 +11,7 @@ use super::element::{
 };
 use super::error::HfError;
 use super::folder::Folder;
+use super::read::map_pages;
 use super::shard::{Entry, Shard, Window};
 use super::transpose::{self, Rows};
 
@@ -68,7 +70,8 @@ impl<'a> Matrix<'a> {
         })
     }
 
-    /// Writes the matrix row by row to `out`, `[rows, cols]`.
+    /// Writes the matrix row by row to `out`, `[rows, cols]`, whose pages need not be mapped yet; on all
+    /// threads of the current rayon pool.
     pub fn read_into<E: Element>(&self, out: &mut [E]) {
         debug_assert_eq!(out.len(), self.rows * self.cols);
         match self.dtype {
@@ -92,22 +95,10 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Calls `each(rows, their bytes)` for the matrix in bands of rows, the first of `head` rows if
-    /// that is more than none.
-    fn bands<D: Stored>(&self, head: usize, mut each: impl FnMut(Range<usize>, &[u8])) {
-        let row_bytes = self.cols * D::SIZE;
-        if row_bytes == 0 {
-            return;
-        }
-        let band = (BAND_BYTES / row_bytes / BLOCK).max(1) * BLOCK;
-        let mut first = 0;
-        while first < self.rows {
-            let rows = if first == 0 && head > 0 { head } else { band };
-            let last = self.rows.min(first + rows);
-            let range = self.start + first * row_bytes..self.start + last * row_bytes;
-            each(first..last, self.shard.window(range).bytes());
-            first = last;
-        }
+    /// Rows that are in memory at a time.
+    fn band_rows<D: Stored>(&self) -> usize {
+        let row_bytes = (self.cols * D::SIZE).max(1);
+        (BAND_BYTES / row_bytes / BLOCK).max(1) * BLOCK
     }
 
     /// The bytes of some rows as they are stored.
@@ -128,28 +119,43 @@ impl<'a> Matrix<'a> {
     }
 
     fn straight<D: Stored, E: Element>(&self, out: &mut [E]) {
-        self.bands::<D>(0, |rows, bytes| {
-            let out = out[rows.start * self.cols..].chunks_exact_mut(self.cols);
-            let bytes = bytes.chunks_exact(self.cols * D::SIZE);
-            for ((row, bytes), out) in rows.zip(bytes).zip(out) {
-                self.decode::<D, E>(row, 0, bytes, out);
+        let (cols, band) = (self.cols.max(1), self.band_rows::<D>());
+        let bands = out.par_chunks_mut(band * cols).enumerate();
+        bands.for_each(|(i, out)| {
+            map_pages(out);
+            let first = i * band;
+            let window = self.stored_rows(first..first + out.len() / cols);
+            let rows = window.bytes().chunks_exact(cols * D::SIZE);
+            for (r, (bytes, out)) in rows.zip(out.chunks_exact_mut(cols)).enumerate() {
+                self.decode::<D, E>(first + r, 0, bytes, out);
             }
         });
     }
 
     fn transposed<D: Stored, E: Element>(&self, out: &mut [E], stride: usize, column: usize) {
+        if self.cols == 0 {
+            return;
+        }
+        // The others begin at a cache line of the result.
         let head = transpose::head(&out[column..], stride).unwrap_or(0);
-        self.bands::<D>(head, |rows, bytes| {
-            let first = rows.start;
+        let mut first = 0;
+        while first < self.rows {
+            let rows = match (first, head) {
+                (0, 1..) => head,
+                _ => self.band_rows::<D>(),
+            };
+            let last = self.rows.min(first + rows);
+            let window = self.stored_rows(first..last);
             let band = Band {
                 matrix: self,
                 first,
-                bytes,
+                bytes: window.bytes(),
                 stored: PhantomData::<D>,
             };
             let out = &mut out[column + first..];
-            transpose::transpose([rows.len(), self.cols], &band, out, stride);
-        });
+            transpose::transpose([last - first, self.cols], &band, out, stride);
+            first = last;
+        }
     }
 
     /// The elements of a row from `col` on.

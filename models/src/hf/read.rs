@@ -1,12 +1,18 @@
 //! Reading tensors of a [`Folder`].
 
+use rayon::prelude::*;
+
 use super::element::Element;
 use super::error::HfError;
 use super::folder::Folder;
 use super::matrix::{Matrix, check_finite};
 
+/// Elements whose pages one thread maps at a time.
+const MAP_AT_A_TIME: usize = 2 << 20;
+
 /// All methods read F32, BF16 and F16, and F8_E4M3 matrices with their scales (`NAME_scale_inv`, one
-/// per block of 128 x 128, F32 or powers of two), straight from the mapped file into the result.
+/// per block of 128 x 128, F32 or powers of two), straight from the mapped file into the result. Large
+/// tensors are read on all threads of the current rayon pool.
 ///
 /// Errors of all: [`HfError::Missing`], [`HfError::Shape`] when the shape is not the expected one,
 /// [`HfError::Dtype`], [`HfError::NotFinite`] for FP8 scales.
@@ -29,7 +35,6 @@ impl Folder {
         let mut slices = self.slices(name, expected)?.into_iter();
         // Nothing is allocated for a tensor that is not what it should be.
         let mut out = zeros(expected.iter().product());
-        map_pages(&out);
         let len = slices.len().max(1);
         let len = out.len() / len;
         for out in out.chunks_exact_mut(len.max(1)) {
@@ -84,7 +89,7 @@ impl Folder {
         let matrices = matrices?;
         let stride = matrices.len() * stored[0];
         let mut out = zeros(stride * stored[1]);
-        map_pages(&out);
+        out.par_chunks(MAP_AT_A_TIME).for_each(map_pages);
         for (i, matrix) in matrices.iter().enumerate() {
             matrix.read_transposed_into(&mut out, stride, i * stored[0]);
         }

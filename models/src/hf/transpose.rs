@@ -86,28 +86,11 @@ fn in_registers<E: Element>(
     if head(out, stride) != Some(0) {
         return [0, 0];
     }
+    let (sides, to) = ([rows, cols], bytemuck::cast_slice_mut(out));
     match (bytes.len() / (rows * cols).max(1), size_of::<E>()) {
-        (4, 4) => run::<4, 4>(
-            with,
-            [rows, cols],
-            bytes,
-            bytemuck::cast_slice_mut(out),
-            stride,
-        ),
-        (2, 2) => run::<2, 2>(
-            with,
-            [rows, cols],
-            bytes,
-            bytemuck::cast_slice_mut(out),
-            stride,
-        ),
-        (2, 4) => run::<2, 4>(
-            with,
-            [rows, cols],
-            bytes,
-            bytemuck::cast_slice_mut(out),
-            stride,
-        ),
+        (4, 4) => run::<4, 4>(with, sides, bytes, to, stride),
+        (2, 2) => run::<2, 2>(with, sides, bytes, to, stride),
+        (2, 4) => run::<2, 4>(with, sides, bytes, to, stride),
         _ => [0, 0],
     }
 }
@@ -128,6 +111,7 @@ fn run<const STORED: usize, const SIZE: usize>(
     // What the pointers rely on.
     assert!(from.len() >= rows * cols * STORED);
     assert!(tall <= stride && to.len() >= ((wide - 1) * stride + tall) * SIZE);
+    assert!(to.as_ptr().addr().is_multiple_of(LINE) && (stride * SIZE).is_multiple_of(LINE));
     let job = Job::<STORED, SIZE> {
         from: from.as_ptr(),
         row_bytes: cols * STORED,
@@ -136,8 +120,8 @@ fn run<const STORED: usize, const SIZE: usize>(
         rows: tall,
         cols: wide,
     };
-    // SAFETY: all rows lie in `from`, all columns in `to`, the caller has checked that those begin at
-    // cache lines, and the instructions are known.
+    // SAFETY: all rows lie in `from`, all columns in `to` and begin at cache lines, and `with` comes
+    // from what the processor knows.
     unsafe { job.run(with) };
     [tall, wide]
 }
