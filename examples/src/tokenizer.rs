@@ -20,7 +20,7 @@ pub(crate) fn open(folder: &Path) -> Result<Option<(PathBuf, Tokenizer)>, CliErr
         return Ok(None);
     }
     let mut tokenizer =
-        Tokenizer::from_file(&path).map_err(|error| fault(format!("no tokenizer: {error}")))?;
+        Tokenizer::from_file(&path).map_err(|error| fault(format!("not a tokenizer: {error}")))?;
     // Texts are packed, so none is filled up to a length, and none is cut off unasked.
     tokenizer.with_padding(None);
     tokenizer

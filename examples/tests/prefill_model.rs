@@ -297,7 +297,7 @@ fn text_is_read_with_the_models_tokenizer() {
     );
     std::fs::write(model.join("tokenizer.json"), "{\"model\": 3}").unwrap();
     let error = refusal(&prefill(&model, &text, folder.path()));
-    assert!(error.contains("tokenizer.json: no tokenizer"), "{error}");
+    assert!(error.contains("tokenizer.json: not a tokenizer"), "{error}");
 
     std::fs::write(model.join("tokenizer.json"), tokenizer().to_string()).unwrap();
     let as_text = report(&model, &text, folder.path());
