@@ -115,34 +115,45 @@ impl<const STORED: usize, const SIZE: usize> Job<STORED, SIZE> {
     unsafe fn avx2(&self) {
         self.squares(|from, to| {
             let zero = _mm256_setzero_si256();
-            // Halves of a line of the source, then halves of lines of the result.
-            for (half, part) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                let (mut low, mut high) = ([zero; 8], [zero; 8]);
+            for half in 0..2 {
+                // Lines of the result, each in two registers. They are written whole: two streams to
+                // one line that are not neighbours are two writes to memory.
+                let mut lines = [[zero; 2]; 16];
+                let count = Self::COLS / 2;
                 // SAFETY: the rows and columns of a square lie inside the matrices.
                 unsafe {
-                    let from = from.add(part * Self::ROWS / 2 * self.row_bytes + half * LINE / 2);
-                    let row = |i: usize| _mm256_loadu_si256(from.add(i * self.row_bytes).cast());
-                    for i in 0..8 {
-                        let (a, b) = match (STORED, SIZE) {
-                            (4, _) => {
-                                low[i] = row(i);
-                                continue;
-                            }
-                            (_, 4) => (zero, row(i)),
-                            _ => (row(2 * i), row(2 * i + 1)),
-                        };
-                        low[i] = _mm256_unpacklo_epi16(a, b);
-                        high[i] = _mm256_unpackhi_epi16(a, b);
-                    }
-                    let to = to.add(half * Self::COLS / 2 * self.column_bytes + part * LINE / 2);
-                    let line = |i: usize| to.add(Self::column(i) * self.column_bytes);
-                    for (i, lanes) in turn8(low).into_iter().enumerate() {
-                        _mm256_stream_si256(line(i).cast(), lanes);
-                    }
-                    if STORED == 2 {
-                        for (i, lanes) in turn8(high).into_iter().enumerate() {
-                            _mm256_stream_si256(line(i).add(4 * self.column_bytes).cast(), lanes);
+                    let from = from.add(half * LINE / 2);
+                    for part in 0..2 {
+                        let (mut low, mut high) = ([zero; 8], [zero; 8]);
+                        let from = from.add(part * Self::ROWS / 2 * self.row_bytes);
+                        let row =
+                            |i: usize| _mm256_loadu_si256(from.add(i * self.row_bytes).cast());
+                        for i in 0..8 {
+                            let (a, b) = match (STORED, SIZE) {
+                                (4, _) => {
+                                    low[i] = row(i);
+                                    continue;
+                                }
+                                (_, 4) => (zero, row(i)),
+                                _ => (row(2 * i), row(2 * i + 1)),
+                            };
+                            low[i] = _mm256_unpacklo_epi16(a, b);
+                            high[i] = _mm256_unpackhi_epi16(a, b);
                         }
+                        for (i, lanes) in turn8(low).into_iter().enumerate() {
+                            lines[Self::column(i)][part] = lanes;
+                        }
+                        if STORED == 2 {
+                            for (i, lanes) in turn8(high).into_iter().enumerate() {
+                                lines[Self::column(i) + 4][part] = lanes;
+                            }
+                        }
+                    }
+                    let to = to.add(half * count * self.column_bytes);
+                    for (i, line) in lines[..count].iter().enumerate() {
+                        let to: *mut __m256i = to.add(i * self.column_bytes).cast();
+                        _mm256_stream_si256(to, line[0]);
+                        _mm256_stream_si256(to.add(1), line[1]);
                     }
                 }
             }
