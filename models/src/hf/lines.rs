@@ -67,7 +67,7 @@ impl<const STORED: usize, const SIZE: usize> Job<STORED, SIZE> {
                 // SAFETY: the rows and columns of a square lie inside the matrices.
                 unsafe {
                     let from = from.add(half * LINE / 2);
-                    for part in 0..2 {
+                    for part in [0, 1] {
                         let (mut low, mut high) = ([zero; 8], [zero; 8]);
                         let from = from.add(part * Self::ROWS / 2 * self.row_bytes);
                         let row =
