@@ -14,22 +14,10 @@ const LINES: usize = 2;
 /// fetched.
 const AHEAD: usize = 256;
 
-/// Instructions to transpose with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Instructions {
-    Avx512,
-    Avx2,
-}
-
-impl Instructions {
-    /// What this processor knows, the fastest first.
-    pub fn known() -> impl Iterator<Item = Self> {
-        let avx512 = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw");
-        let avx2 = is_x86_feature_detected!("avx2");
-        let all = [(avx512, Self::Avx512), (avx2, Self::Avx2)];
-        all.into_iter()
-            .filter_map(|(known, it)| known.then_some(it))
-    }
+/// Whether this processor has the registers: AVX2. Those of AVX-512 are no faster here, where memory
+/// is what takes the time.
+pub(super) fn known() -> bool {
+    is_x86_feature_detected!("avx2")
 }
 
 /// A matrix in memory and where it goes.
@@ -62,87 +50,54 @@ impl<const STORED: usize, const SIZE: usize> Job<STORED, SIZE> {
     ///
     /// # Safety
     ///
-    /// The processor knows the instructions, the fields are as they say, all rows may be read and all
-    /// columns may be written.
-    pub unsafe fn run(&self, with: Instructions) {
+    /// The registers are [`known`], the fields are as they say, all rows may be read and all columns may
+    /// be written.
+    #[target_feature(enable = "avx2")]
+    pub unsafe fn run(&self) {
         debug_assert!(self.to.addr().is_multiple_of(LINE));
         debug_assert!(self.column_bytes.is_multiple_of(LINE));
         debug_assert!(self.rows.is_multiple_of(Self::ROWS) && self.cols.is_multiple_of(Self::COLS));
-        // SAFETY: as this function's.
-        unsafe {
-            match with {
-                Instructions::Avx512 => self.avx512(),
-                Instructions::Avx2 => self.avx2(),
-            }
-        }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn avx512(&self) {
-        self.squares(|from, to| {
-            let zero = _mm512_setzero_si512();
-            let (mut low, mut high) = ([zero; 16], [zero; 16]);
-            // SAFETY: the rows and columns of a square lie inside the matrices.
-            unsafe {
-                let row = |i: usize| _mm512_loadu_si512(from.add(i * self.row_bytes).cast());
-                for i in 0..16 {
-                    let (a, b) = match (STORED, SIZE) {
-                        (4, _) => {
-                            low[i] = row(i);
-                            continue;
-                        }
-                        (_, 4) => (zero, row(i)),
-                        _ => (row(2 * i), row(2 * i + 1)),
-                    };
-                    low[i] = _mm512_unpacklo_epi16(a, b);
-                    high[i] = _mm512_unpackhi_epi16(a, b);
-                }
-                let line = |i: usize| to.add(Self::column(i) * self.column_bytes);
-                for (i, lanes) in turn16(low).into_iter().enumerate() {
-                    _mm512_stream_si512(line(i).cast(), lanes);
-                }
-                if STORED == 2 {
-                    for (i, lanes) in turn16(high).into_iter().enumerate() {
-                        _mm512_stream_si512(line(i).add(4 * self.column_bytes).cast(), lanes);
-                    }
-                }
-            }
-        });
-        _mm_sfence();
-    }
-
-    #[target_feature(enable = "avx2")]
-    unsafe fn avx2(&self) {
         self.squares(|from, to| {
             let zero = _mm256_setzero_si256();
-            // Halves of a line of the source, then halves of lines of the result.
-            for (half, part) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                let (mut low, mut high) = ([zero; 8], [zero; 8]);
+            for half in 0..2 {
+                // Lines of the result, each in two registers. They are written whole: two streams to
+                // one line that are not neighbours are two writes to memory.
+                let mut lines = [[zero; 2]; 16];
+                let count = Self::COLS / 2;
                 // SAFETY: the rows and columns of a square lie inside the matrices.
                 unsafe {
-                    let from = from.add(part * Self::ROWS / 2 * self.row_bytes + half * LINE / 2);
-                    let row = |i: usize| _mm256_loadu_si256(from.add(i * self.row_bytes).cast());
-                    for i in 0..8 {
-                        let (a, b) = match (STORED, SIZE) {
-                            (4, _) => {
-                                low[i] = row(i);
-                                continue;
-                            }
-                            (_, 4) => (zero, row(i)),
-                            _ => (row(2 * i), row(2 * i + 1)),
-                        };
-                        low[i] = _mm256_unpacklo_epi16(a, b);
-                        high[i] = _mm256_unpackhi_epi16(a, b);
-                    }
-                    let to = to.add(half * Self::COLS / 2 * self.column_bytes + part * LINE / 2);
-                    let line = |i: usize| to.add(Self::column(i) * self.column_bytes);
-                    for (i, lanes) in turn8(low).into_iter().enumerate() {
-                        _mm256_stream_si256(line(i).cast(), lanes);
-                    }
-                    if STORED == 2 {
-                        for (i, lanes) in turn8(high).into_iter().enumerate() {
-                            _mm256_stream_si256(line(i).add(4 * self.column_bytes).cast(), lanes);
+                    let from = from.add(half * LINE / 2);
+                    for part in [0, 1] {
+                        let (mut low, mut high) = ([zero; 8], [zero; 8]);
+                        let from = from.add(part * Self::ROWS / 2 * self.row_bytes);
+                        let row =
+                            |i: usize| _mm256_loadu_si256(from.add(i * self.row_bytes).cast());
+                        for i in 0..8 {
+                            let (a, b) = match (STORED, SIZE) {
+                                (4, _) => {
+                                    low[i] = row(i);
+                                    continue;
+                                }
+                                (_, 4) => (zero, row(i)),
+                                _ => (row(2 * i), row(2 * i + 1)),
+                            };
+                            low[i] = _mm256_unpacklo_epi16(a, b);
+                            high[i] = _mm256_unpackhi_epi16(a, b);
                         }
+                        for (i, lanes) in turn8(low).into_iter().enumerate() {
+                            lines[Self::column(i)][part] = lanes;
+                        }
+                        if STORED == 2 {
+                            for (i, lanes) in turn8(high).into_iter().enumerate() {
+                                lines[Self::column(i) + 4][part] = lanes;
+                            }
+                        }
+                    }
+                    let to = to.add(half * count * self.column_bytes);
+                    for (i, line) in lines[..count].iter().enumerate() {
+                        let to: *mut __m256i = to.add(i * self.column_bytes).cast();
+                        _mm256_stream_si256(to, line[0]);
+                        _mm256_stream_si256(to.add(1), line[1]);
                     }
                 }
             }
@@ -182,36 +137,7 @@ impl<const STORED: usize, const SIZE: usize> Job<STORED, SIZE> {
     }
 }
 
-/// Transposes 16 x 16 lanes: in pairs and fours of rows inside the quarters of registers, then the
-/// quarters.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn turn16(rows: [__m512i; 16]) -> [__m512i; 16] {
-    let mut fours = rows;
-    for (four, rows) in fours.chunks_exact_mut(4).zip(rows.chunks_exact(4)) {
-        let [low01, low23] = [0, 2].map(|i| _mm512_unpacklo_epi32(rows[i], rows[i + 1]));
-        let [high01, high23] = [0, 2].map(|i| _mm512_unpackhi_epi32(rows[i], rows[i + 1]));
-        four[0] = _mm512_unpacklo_epi64(low01, low23);
-        four[1] = _mm512_unpackhi_epi64(low01, low23);
-        four[2] = _mm512_unpacklo_epi64(high01, high23);
-        four[3] = _mm512_unpackhi_epi64(high01, high23);
-    }
-    // Quarter `q` of `fours[4 * f + c]` is column `4 * q + c` of rows `4 * f ..`.
-    let mut columns = rows;
-    for c in 0..4 {
-        let [even0, even1] =
-            [0, 8].map(|f| _mm512_shuffle_i32x4::<0x88>(fours[f + c], fours[f + 4 + c]));
-        let [odd0, odd1] =
-            [0, 8].map(|f| _mm512_shuffle_i32x4::<0xdd>(fours[f + c], fours[f + 4 + c]));
-        columns[c] = _mm512_shuffle_i32x4::<0x88>(even0, even1);
-        columns[4 + c] = _mm512_shuffle_i32x4::<0x88>(odd0, odd1);
-        columns[8 + c] = _mm512_shuffle_i32x4::<0xdd>(even0, even1);
-        columns[12 + c] = _mm512_shuffle_i32x4::<0xdd>(odd0, odd1);
-    }
-    columns
-}
-
-/// Transposes 8 x 8 lanes, likewise.
+/// Transposes 8 x 8 lanes: in pairs and fours of rows inside the halves of registers, then the halves.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn turn8(rows: [__m256i; 8]) -> [__m256i; 8] {

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::element::Element;
 #[cfg(target_arch = "x86_64")]
-use super::lines::{Instructions, Job};
+use super::lines::{self, Job};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -56,10 +56,7 @@ pub(super) fn transpose<E: Element>(
     stride: usize,
 ) {
     #[cfg(target_arch = "x86_64")]
-    let [tall, wide] = match Instructions::known().next() {
-        Some(with) => in_registers(with, [rows, cols], from, out, stride),
-        None => [0, 0],
-    };
+    let [tall, wide] = in_registers([rows, cols], from, out, stride);
     #[cfg(not(target_arch = "x86_64"))]
     let [tall, wide] = [0, 0];
     let mut in_squares = |rows: Range<usize>, cols: Range<usize>| match size_of::<E>() {
@@ -74,7 +71,6 @@ pub(super) fn transpose<E: Element>(
 /// Transposes as many of the first rows and columns as can be in vector registers; returns how many.
 #[cfg(target_arch = "x86_64")]
 fn in_registers<E: Element>(
-    with: Instructions,
     [rows, cols]: [usize; 2],
     from: &impl Rows<E>,
     out: &mut [E],
@@ -83,21 +79,20 @@ fn in_registers<E: Element>(
     let Some(bytes) = from.stored() else {
         return [0, 0];
     };
-    if head(out, stride) != Some(0) {
+    if !lines::known() || head(out, stride) != Some(0) {
         return [0, 0];
     }
     let (sides, to) = ([rows, cols], bytemuck::cast_slice_mut(out));
     match (bytes.len() / (rows * cols).max(1), size_of::<E>()) {
-        (4, 4) => run::<4, 4>(with, sides, bytes, to, stride),
-        (2, 2) => run::<2, 2>(with, sides, bytes, to, stride),
-        (2, 4) => run::<2, 4>(with, sides, bytes, to, stride),
+        (4, 4) => run::<4, 4>(sides, bytes, to, stride),
+        (2, 2) => run::<2, 2>(sides, bytes, to, stride),
+        (2, 4) => run::<2, 4>(sides, bytes, to, stride),
         _ => [0, 0],
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 fn run<const STORED: usize, const SIZE: usize>(
-    with: Instructions,
     [rows, cols]: [usize; 2],
     from: &[u8],
     to: &mut [u8],
@@ -120,9 +115,10 @@ fn run<const STORED: usize, const SIZE: usize>(
         rows: tall,
         cols: wide,
     };
-    // SAFETY: all rows lie in `from`, all columns in `to` and begin at cache lines, and `with` comes
-    // from what the processor knows.
-    unsafe { job.run(with) };
+    assert!(lines::known());
+    // SAFETY: all rows lie in `from`, all columns in `to` and begin at cache lines, and the processor
+    // has the registers.
+    unsafe { job.run() };
     [tall, wide]
 }
 
@@ -301,9 +297,9 @@ mod tests {
                 transpose([rows, cols], &source, out, stride);
                 assert_turned(out, stride, [rows, cols], &source, "all");
                 #[cfg(target_arch = "x86_64")]
-                for with in Instructions::known() {
+                if lines::known() {
                     out.fill(E::zeroed());
-                    let done = in_registers(with, [rows, cols], &source, out, stride);
+                    let done = in_registers([rows, cols], &source, out, stride);
                     let ready = head(out, stride) == Some(0) && source.stored.is_some();
                     let whole = [
                         rows / side::<E>() * side::<E>(),
@@ -311,7 +307,7 @@ mod tests {
                     ];
                     let some = ready && !whole.contains(&0);
                     assert_eq!(done, if some { whole } else { [0, 0] });
-                    assert_turned(out, stride, done, &source, &format!("{with:?}"));
+                    assert_turned(out, stride, done, &source, "in registers");
                 }
             }
         });
