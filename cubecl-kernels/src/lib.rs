@@ -26,7 +26,7 @@
 //! at home on a rank, `R` replica slots.
 
 mod check;
-#[cfg(test)]
+#[cfg(all(test, feature = "runtime"))]
 #[path = "../tests/common/mod.rs"]
 mod common;
 pub mod copy;

@@ -12,7 +12,7 @@
 //! the order of the client's queue, so between launches; while a launch runs, another stream, another
 //! kernel or a device that can write this memory may change it.
 
-#[cfg(test)]
+#[cfg(all(test, feature = "runtime"))]
 mod tests;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};

@@ -63,7 +63,10 @@ fn main() -> ExitCode {
         Task::Test {
             mpi: true, args, ..
         } => cargo("test", &MPI, &args, &[]),
-        Task::Test { args, .. } => cargo("test", &["--workspace"], &args, &[]),
+        Task::Test { args, .. } => {
+            eprintln!("xtask: tests of kernels and of processes: --runtime cpu,wgpu and --mpi");
+            cargo("test", &["--workspace"], &args, &[])
+        }
         Task::Check { cuda: true } => check_cuda(),
         Task::Check { cuda: false } => check(),
         Task::Bench { args } => cargo("bench", &["--package", "burn-moe"], &args, &[]),

@@ -24,7 +24,7 @@ mod stage;
 mod tile;
 mod view;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "runtime"))]
 mod tests;
 
 pub use activation::swiglu_backward;
