@@ -15,11 +15,11 @@ use crate::queue::{BACKGROUND, NONE, URGENT, draw, take};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Fault {
     None,
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg_attr(not(all(test, feature = "runtime")), allow(dead_code))]
     Repeats,
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg_attr(not(all(test, feature = "runtime")), allow(dead_code))]
     Skips,
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg_attr(not(all(test, feature = "runtime")), allow(dead_code))]
     WrongPrefix,
 }
 
