@@ -193,10 +193,10 @@ fn killed_runs_lose_no_saved_step() {
     kill_rounds(4, 8);
 }
 
-/// `cargo test --release -p burn-moe-examples --test resume -- --ignored --nocapture`; the variable
+/// `cargo test --release --workspace --test resume -- --ignored --nocapture`; the variable
 /// `ROUNDS` says how many.
 #[test]
-#[ignore = "takes minutes; the short one above runs always"]
+#[ignore = "kills 200 processes, which takes 15 minutes; four rounds run always"]
 fn two_hundred_killed_runs_lose_no_saved_step() {
     let rounds = std::env::var("ROUNDS")
         .ok()

@@ -1,5 +1,5 @@
 //! How fast a large folder loads, and with how much memory: run with
-//! `cargo test --release -p burn-moe-models --test hf_load_speed -- --ignored --nocapture`.
+//! `cargo test --release --workspace --test hf_load_speed -- --ignored --nocapture --test-threads=1`.
 //! `HF_LOAD_GB` sets the size (4), `HF_LOAD_DIR` where the folder is made.
 //!
 //! Files lie in the page cache, and what is compared runs in turn in the same process, as many threads
@@ -228,19 +228,19 @@ fn check<E: Element>() {
 }
 
 #[test]
-#[ignore = "writes 4 GB"]
+#[ignore = "measures speed, on 4 GB that it writes to disk first"]
 fn f32_folder() {
     check::<f32>();
 }
 
 #[test]
-#[ignore = "writes 4 GB"]
+#[ignore = "measures speed, on 4 GB that it writes to disk first"]
 fn bf16_folder() {
     check::<half::bf16>();
 }
 
 #[test]
-#[ignore = "writes 4 GB"]
+#[ignore = "measures speed, on 4 GB that it writes to disk first"]
 fn bf16_folder_as_f32() {
     measure::<f32>(Dtype::BF16);
 }

@@ -196,7 +196,7 @@ fn every_operation() {
 }
 
 #[test]
-#[ignore = "takes 5 GB of memory"]
+#[ignore = "needs 5 GB of memory for a payload of over 2 GiB"]
 fn a_payload_beyond_32_bits() {
     succeeds(2, &["large"]);
 }
