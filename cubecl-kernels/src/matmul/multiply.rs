@@ -76,6 +76,11 @@ pub(crate) fn multiply<S: Float, V: Size>(
     }
 }
 
+/// Steps of the depth in one pass of the loop; every depth is a multiple. Beside the usual gain, it
+/// keeps long reductions below the 65 535 loop passes after which Mesa's software Vulkan (22.3)
+/// leaves all loops of an invocation, without an error.
+const UNROLL: usize = 4;
+
 #[cube]
 fn multiply_registers<S: Float, V: Size>(
     sums: &mut Array<Vector<f32, V>>,
@@ -90,23 +95,27 @@ fn multiply_registers<S: Float, V: Size>(
     let unit_m = UNIT_POS as usize / units_n;
     let unit_n = UNIT_POS as usize % units_n;
     let mut columns = Array::<Vector<f32, V>>::new(vectors_n);
-    for step in 0..comptime!(spec.depth) {
-        let left_line = left_start + step * comptime!(stagings.0.pitch) + unit_m;
-        let right_line = right_start + step * comptime!(stagings.1.pitch) + unit_n;
+    for block in 0..comptime!(spec.depth / UNROLL) {
         #[unroll]
-        for j in 0..vectors_n {
-            columns[j] = Vector::cast_from(right[right_line + comptime!(j * units_n)]);
-        }
-        #[unroll]
-        for i in 0..vectors_m {
-            let rows = Vector::<f32, V>::cast_from(left[left_line + comptime!(i * units_m)]);
+        for within in 0..UNROLL {
+            let step = block * UNROLL + within;
+            let left_line = left_start + step * comptime!(stagings.0.pitch) + unit_m;
+            let right_line = right_start + step * comptime!(stagings.1.pitch) + unit_n;
             #[unroll]
-            for r in 0..comptime!(spec.vector) {
-                let row = Vector::<f32, V>::new(rows.extract(r));
+            for j in 0..vectors_n {
+                columns[j] = Vector::cast_from(right[right_line + comptime!(j * units_n)]);
+            }
+            #[unroll]
+            for i in 0..vectors_m {
+                let rows = Vector::<f32, V>::cast_from(left[left_line + comptime!(i * units_m)]);
                 #[unroll]
-                for j in 0..vectors_n {
-                    let sum = comptime!((i * spec.vector + r) * vectors_n + j);
-                    sums[sum] = fma(row, columns[j], sums[sum]);
+                for r in 0..comptime!(spec.vector) {
+                    let row = Vector::<f32, V>::new(rows.extract(r));
+                    #[unroll]
+                    for j in 0..vectors_n {
+                        let sum = comptime!((i * spec.vector + r) * vectors_n + j);
+                        sums[sum] = fma(row, columns[j], sums[sum]);
+                    }
                 }
             }
         }

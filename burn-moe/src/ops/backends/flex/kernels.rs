@@ -11,6 +11,9 @@ const MOST_ROWS: usize = 8;
 /// Most vectors side by side in a tile.
 const MOST_VECTORS: usize = 4;
 
+/// Most rows that [`Kernels::stream`] takes.
+pub(super) const MOST_STREAM_ROWS: usize = 4;
+
 /// Elements of the largest tile: vectors have up to 16.
 pub(super) const MOST_TILE: usize = MOST_ROWS * MOST_VECTORS * 16;
 
@@ -88,6 +91,8 @@ pub(super) struct Kernels<T: 'static> {
     asides: [[TileFn<T>; MOST_ROWS]; 3],
     /// By number of vectors, less 1.
     pub packs: [PackFn<T>; MOST_VECTORS],
+    /// By number of rows, less 1.
+    streams: [StreamFn<T>; MOST_STREAM_ROWS],
 }
 
 impl<T> Kernels<T> {
@@ -112,7 +117,26 @@ impl<T> Kernels<T> {
         // SAFETY: the same is asked of the caller.
         unsafe { kernels[rows - 1](tile) }
     }
+
+    /// Computes a tile of few rows and any number of vectors side by side, reading `w` once, in the
+    /// order in which it lies: for so few rows that memory is what takes the time. `store`, `ahead`
+    /// and `packed` of the tile are not used; it writes.
+    ///
+    /// # Safety
+    ///
+    /// As for [`TileFn`].
+    ///
+    /// # Panics
+    ///
+    /// Panics for more than [`MOST_STREAM_ROWS`] rows.
+    pub(super) unsafe fn stream(&self, tile: &Tile<T>, rows: usize, vectors: usize) {
+        // SAFETY: the same is asked of the caller.
+        unsafe { self.streams[rows - 1](tile, vectors) }
+    }
 }
+
+/// As [`TileFn`], for so many vectors side by side.
+type StreamFn<T> = unsafe fn(&Tile<T>, usize);
 
 /// Copies `rows` rows of vectors side by side, `from` with a distance of rows, to where they lie
 /// without gaps.
@@ -211,6 +235,78 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize, const ASIDE: 
 
 /// # Safety
 ///
+/// As for [`StreamFn`].
+#[inline(always)]
+unsafe fn stream<V: Vector, const ROWS: usize>(
+    tile: &Tile<V::Element>,
+    vectors: usize,
+    zero: V::Element,
+) {
+    // The sums of a row stay in the nearest cache. Steps taken together: as many as pay for their way
+    // there and back, and as registers hold.
+    let together = if ROWS <= 2 { 8 } else { 4 };
+    let mut depth = 0;
+    while depth < tile.depth {
+        // SAFETY: the same is asked of the caller; the steps end at `tile.depth`.
+        unsafe {
+            if depth + together > tile.depth {
+                steps::<V, ROWS, 1>(tile, vectors, depth, zero);
+                depth += 1;
+            } else if ROWS <= 2 {
+                steps::<V, ROWS, 8>(tile, vectors, depth, zero);
+                depth += together;
+            } else {
+                steps::<V, ROWS, 4>(tile, vectors, depth, zero);
+                depth += together;
+            }
+        }
+    }
+}
+
+/// `STEPS` steps of [`stream`] from `depth` on.
+///
+/// # Safety
+///
+/// As for [`StreamFn`], and `depth + STEPS` must be within the depth.
+#[inline(always)]
+unsafe fn steps<V: Vector, const ROWS: usize, const STEPS: usize>(
+    tile: &Tile<V::Element>,
+    vectors: usize,
+    depth: usize,
+    zero: V::Element,
+) {
+    // SAFETY: the caller promises that the elements reached here are valid.
+    unsafe {
+        let mut x = [[V::splat(zero); STEPS]; ROWS];
+        for (row, x) in x.iter_mut().enumerate() {
+            for (step, x) in x.iter_mut().enumerate() {
+                *x = V::splat(*tile.x.add(row * tile.x_row + depth + step));
+            }
+        }
+        let w = tile.w.add(depth * tile.w_row);
+        for vector in 0..vectors {
+            let column = vector * V::LANES;
+            let mut sums = [V::splat(zero); ROWS];
+            if depth > 0 {
+                for (row, sum) in sums.iter_mut().enumerate() {
+                    *sum = V::load(tile.out.add(row * tile.out_row + column));
+                }
+            }
+            for step in 0..STEPS {
+                let w = V::load(w.add(step * tile.w_row + column));
+                for (sum, x) in sums.iter_mut().zip(&x) {
+                    *sum = sum.plus_product(x[step], w);
+                }
+            }
+            for (row, sum) in sums.iter().enumerate() {
+                sum.store(tile.out.add(row * tile.out_row + column));
+            }
+        }
+    }
+}
+
+/// # Safety
+///
 /// As for [`PackFn`].
 #[inline(always)]
 unsafe fn pack<V: Vector, const VECTORS: usize>(
@@ -292,9 +388,16 @@ macro_rules! packs {
     };
 }
 
+/// The streaming kernels `$name::<ROWS>`.
+macro_rules! streams {
+    ($name:ident) => {
+        [$name::<1>, $name::<2>, $name::<3>, $name::<4>]
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, tile};
+    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, stream, tile};
     use std::arch::x86_64::*;
 
     macro_rules! vector {
@@ -375,6 +478,12 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
+    unsafe fn stream_avx512<const ROWS: usize>(of: &Tile<f32>, vectors: usize) {
+        // SAFETY: the same is asked of the caller.
+        unsafe { stream::<__m512, ROWS>(of, vectors, 0.0) }
+    }
+
+    #[target_feature(enable = "avx512f")]
     unsafe fn pack_avx512<const VECTORS: usize>(
         rows: usize,
         from: *const f32,
@@ -389,6 +498,12 @@ mod x86 {
     unsafe fn avx2<const ROWS: usize, const VECTORS: usize, const ASIDE: u8>(of: &Tile<f32>) {
         // SAFETY: the same is asked of the caller.
         unsafe { tile::<__m256, ROWS, VECTORS, ASIDE>(of, 0.0) }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn stream_avx2<const ROWS: usize>(of: &Tile<f32>, vectors: usize) {
+        // SAFETY: the same is asked of the caller.
+        unsafe { stream::<__m256, ROWS>(of, vectors, 0.0) }
     }
 
     #[target_feature(enable = "avx2,fma")]
@@ -409,6 +524,12 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2,fma")]
+    unsafe fn stream_avx2_f64<const ROWS: usize>(of: &Tile<f64>, vectors: usize) {
+        // SAFETY: the same is asked of the caller.
+        unsafe { stream::<__m256d, ROWS>(of, vectors, 0.0) }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
     unsafe fn pack_avx2_f64<const VECTORS: usize>(
         rows: usize,
         from: *const f64,
@@ -426,6 +547,7 @@ mod x86 {
         tiles: tiles!(avx512),
         asides: asides!(avx512, 4),
         packs: packs!(pack_avx512),
+        streams: streams!(stream_avx512),
     };
 
     static AVX2: Kernels<f32> = Kernels {
@@ -435,6 +557,7 @@ mod x86 {
         tiles: tiles!(avx2),
         asides: asides!(avx2, 2),
         packs: packs!(pack_avx2),
+        streams: streams!(stream_avx2),
     };
 
     static AVX2_F64: Kernels<f64> = Kernels {
@@ -444,6 +567,7 @@ mod x86 {
         tiles: tiles!(avx2_f64),
         asides: asides!(avx2_f64, 2),
         packs: packs!(pack_avx2_f64),
+        streams: streams!(stream_avx2_f64),
     };
 
     pub(super) fn f32_kernels() -> Option<&'static Kernels<f32>> {
@@ -479,12 +603,12 @@ mod x86 {
 
 /// Vectors as arrays, for machines without kernels of their own: the compiler finds instructions.
 mod portable {
-    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, tile};
+    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, stream, tile};
 
     const LANES: usize = 8;
 
     macro_rules! vector {
-        ($element:ty, $tile:ident, $pack:ident, $kernels:ident) => {
+        ($element:ty, $tile:ident, $pack:ident, $stream:ident, $kernels:ident) => {
             impl Vector for [$element; LANES] {
                 type Element = $element;
                 const LANES: usize = LANES;
@@ -543,6 +667,11 @@ mod portable {
                 unsafe { pack::<[$element; LANES], VECTORS>(rows, from, from_row, to) }
             }
 
+            unsafe fn $stream<const ROWS: usize>(of: &Tile<$element>, vectors: usize) {
+                // SAFETY: the same is asked of the caller.
+                unsafe { stream::<[$element; LANES], ROWS>(of, vectors, 0.0) }
+            }
+
             pub(super) static $kernels: Kernels<$element> = Kernels {
                 lanes: LANES,
                 vectors: 1,
@@ -550,12 +679,13 @@ mod portable {
                 tiles: tiles!($tile),
                 asides: asides!($tile, 1),
                 packs: packs!($pack),
+                streams: streams!($stream),
             };
         };
     }
 
-    vector!(f32, tile_f32, pack_f32, F32);
-    vector!(f64, tile_f64, pack_f64, F64);
+    vector!(f32, tile_f32, pack_f32, stream_f32, F32);
+    vector!(f64, tile_f64, pack_f64, stream_f64, F64);
 }
 
 /// The best kernels that this machine runs.

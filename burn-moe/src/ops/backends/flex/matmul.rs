@@ -3,7 +3,7 @@
 
 use super::activation::Real;
 use super::buffers::{ALIGN, Buffer};
-use super::kernels::{Aside, Kernels, Store, Tile, fence};
+use super::kernels::{Aside, Kernels, MOST_STREAM_ROWS, Store, Tile, fence};
 
 /// Depth of a panel. Rows of weights lie in pages of their own, of which the hardware follows 32 or so
 /// at a time to fetch ahead: 48 reach memory faster than 128 do, and 16 rows cost more in sums that
@@ -33,6 +33,15 @@ fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: 
         out.fill(T::zero());
     }
     let most = kernels.lanes * kernels.vectors;
+    // Whole vectors of few rows have been computed already.
+    let streamed = if m <= MOST_STREAM_ROWS {
+        stream(kernels, x, w, out, k, n)
+    } else {
+        0
+    };
+    if streamed == n {
+        return;
+    }
     let mut panel = Buffer::<T>::new(PANEL_DEPTH * most);
     for first in (0..m).step_by(BLOCK_ROWS) {
         let rows = BLOCK_ROWS.min(m - first);
@@ -40,7 +49,7 @@ fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: 
         // the cache, where rows of weights are some KiB long, and drive each other out.
         for from in (0..k).step_by(PANEL_DEPTH) {
             let depth = PANEL_DEPTH.min(k - from);
-            for column in (0..n).step_by(most) {
+            for column in (streamed..n).step_by(most) {
                 let width = most.min(n - column);
                 let vectors = width.div_ceil(kernels.lanes);
                 let stride = vectors * kernels.lanes;
@@ -87,6 +96,39 @@ fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: 
             }
         }
     }
+}
+
+/// The columns of `out` that make whole vectors, for few rows; how many these are.
+fn stream<T: Real>(
+    kernels: &Kernels<T>,
+    x: &[T],
+    w: &[T],
+    out: &mut [T],
+    k: usize,
+    n: usize,
+) -> usize {
+    let rows = out.len() / n;
+    let vectors = n / kernels.lanes;
+    if rows == 0 {
+        return n;
+    }
+    let tile = Tile {
+        depth: k,
+        x: x.as_ptr(),
+        x_row: k,
+        w: w.as_ptr(),
+        w_row: n,
+        out: out.as_mut_ptr(),
+        out_row: n,
+        store: Store::Write,
+        ahead: w.as_ptr(),
+        ahead_row: 0,
+        packed: std::ptr::null_mut(),
+    };
+    // SAFETY: `x` is `rows` rows of `k`, `w` is `k` rows of `n` and `out` is `rows` rows of `n`
+    // elements, as the caller asserts; `T::kernels` has made sure of the instructions.
+    unsafe { kernels.stream(&tile, rows, vectors) };
+    vectors * kernels.lanes
 }
 
 /// What to do while a panel meets a block of rows: the first of many packs it, where it is then read
