@@ -15,6 +15,9 @@
 //!   output; each expert with tensors of its own.
 //! - `candle`: what `ours` does, by the algorithm of candle's MoE blocks.
 //!
+//! `read` beside them reads the weights of the experts that have tokens, once. With the machine's matrix product it
+//! makes the ceiling of a forward pass: the later of the two.
+//!
 //! A table of medians and ratios comes last.
 
 mod clock;
@@ -31,7 +34,7 @@ use criterion::{BenchmarkGroup, Criterion, SamplingMode};
 
 use clock::Clock;
 use peers::{Candle, Layer, LoopOverExperts, Ours, Peer};
-use report::Report;
+use report::{READ, Report};
 use shapes::{Case, Shape, cases};
 
 #[global_allocator]
@@ -119,6 +122,11 @@ fn bench_shape(
             group.sampling_mode(SamplingMode::Flat);
             for peer in peers {
                 bench_peer(&mut group, report, &case, peer, pass);
+            }
+            if pass == "forward" {
+                group.bench_function(READ, |bencher| {
+                    ours.read(&case, &mut |run| bencher.iter(run));
+                });
             }
             group.finish();
         }

@@ -117,6 +117,24 @@ impl Ours {
         sum_rows(outputs, index, inputs.weights.clone())
     }
 
+    /// Reads the weights of the experts that the case needs, once: what a forward pass takes at least.
+    pub fn read(&self, case: &Case, timer: Timer<'_>) {
+        let busy: Vec<usize> = {
+            let rows = case.rows_of_experts();
+            (0..rows.len()).filter(|e| !rows[*e].is_empty()).collect()
+        };
+        let weights = [&self.gate_up, &self.down].map(|weights| weights.to_data());
+        timer(&mut || {
+            for weights in &weights {
+                let weights = weights.as_slice::<f32>().expect("weights are f32");
+                let size = weights.len() / case.shape.experts;
+                for expert in &busy {
+                    black_box(sum(&weights[expert * size..][..size]));
+                }
+            }
+        });
+    }
+
     /// Peak memory of one training step, less what `others` held before, and what it must hold:
     /// weights, inputs, the activations that the backward pass reads, and the gradients.
     pub fn memory_of_training(&self, case: &Case, others: usize) -> [usize; 2] {
@@ -143,6 +161,17 @@ impl Ours {
         });
         [peak.saturating_sub(others), floor]
     }
+}
+
+/// In many chains, so that only memory limits it.
+fn sum(values: &[f32]) -> f32 {
+    let mut sums = [0.0; 64];
+    for values in values.chunks_exact(sums.len()) {
+        for (sum, value) in sums.iter_mut().zip(values) {
+            *sum += value;
+        }
+    }
+    sums.iter().sum()
 }
 
 /// Gate and up side by side, `[E, D, 2F]`, and down `[E, F, D]`.

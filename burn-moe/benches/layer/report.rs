@@ -6,6 +6,9 @@ use super::shapes::Case;
 
 const PEERS: [&str; 4] = ["ours", "layer", "loop", "candle"];
 
+/// The benchmark that only reads weights.
+pub const READ: &str = "read";
+
 /// What was measured in this run.
 pub struct Report {
     home: PathBuf,
@@ -110,14 +113,15 @@ impl Report {
         println!(
             "Medians (and minima) in ms of {} time, one thread, f32; ratios of medians to ours.\n\
              ours, loop, candle: experts from given choices; layer: with router and planning.\n\
-             training: forward and backward pass.\n",
+             training: forward and backward pass. read: the weights of experts with tokens, once.\n\
+             of ceiling: the time of these operations in one product, or of read if longer, over ours.\n",
             self.clock
         );
         println!(
-            "| case | pass | {} | loop / ours | candle / ours | GFLOP/s | of ceiling |",
+            "| case | pass | {} | read | loop / ours | candle / ours | GFLOP/s | of ceiling |",
             PEERS.join(" | ")
         );
-        println!("|{}", "---|".repeat(PEERS.len() + 6));
+        println!("|{}", "---|".repeat(PEERS.len() + 7));
         for row in &self.rows {
             let times = PEERS.map(|peer| {
                 let ran = row.peers.contains(&peer);
@@ -133,12 +137,18 @@ impl Report {
                 _ => "-".to_string(),
             };
             let speed = ours.as_ref().map(|time| row.flops / time.median / 1e6);
-            let share = speed.zip(ceiling).map(|(speed, ceiling)| speed / ceiling);
+            let read = self.time(&row.directory, READ);
+            let share = ours.as_ref().zip(ceiling).map(|(ours, ceiling)| {
+                let multiplied = row.flops / ceiling / 1e6;
+                let read = read.as_ref().map_or(0.0, |read| read.median);
+                multiplied.max(read) / ours.median
+            });
             println!(
-                "| {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {} | {} | {} | {} | {} | {} | {} |",
                 row.case,
                 row.pass,
                 times.iter().map(cell).collect::<Vec<_>>().join(" | "),
+                cell(&read),
                 ratio(looped),
                 ratio(candle),
                 speed.map_or("-".to_string(), |speed| format!("{speed:.1}")),

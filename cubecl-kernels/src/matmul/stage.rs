@@ -111,21 +111,37 @@ pub(crate) fn fill<F: Float, S: Float, V: Size>(
     stage: &mut Shared<[Vector<S, V>]>,
     #[comptime] staging: Staging,
 ) {
-    let mut block = UNIT_POS as usize;
     let mut registers = Array::<Vector<F, V>>::new(comptime!(staging.block()));
-    while block < comptime!(staging.blocks()) {
-        fetch_block::<F, V>(
-            problem,
-            place,
-            depth,
-            block,
-            &mut registers,
-            0usize,
-            staging,
-        );
-        commit_block::<F, S, V>(&registers, 0usize, block, stage, 0usize, staging);
-        block += comptime!(staging.units);
+    // Without a loop where blocks are few: see `UNROLL` for more than speed.
+    if comptime!(staging.blocks_per_unit() <= 16) {
+        #[unroll]
+        for i in 0..comptime!(staging.blocks_per_unit()) {
+            let block = UNIT_POS as usize + comptime!(i * staging.units);
+            if block < comptime!(staging.blocks()) {
+                fill_block::<F, S, V>(problem, place, depth, block, &mut registers, stage, staging);
+            }
+        }
+    } else {
+        let mut block = UNIT_POS as usize;
+        while block < comptime!(staging.blocks()) {
+            fill_block::<F, S, V>(problem, place, depth, block, &mut registers, stage, staging);
+            block += comptime!(staging.units);
+        }
     }
+}
+
+#[cube]
+fn fill_block<F: Float, S: Float, V: Size>(
+    problem: &ProblemView<F, V>,
+    place: &Place,
+    depth: usize,
+    block: usize,
+    registers: &mut Array<Vector<F, V>>,
+    stage: &mut Shared<[Vector<S, V>]>,
+    #[comptime] staging: Staging,
+) {
+    fetch_block::<F, V>(problem, place, depth, block, registers, 0usize, staging);
+    commit_block::<F, S, V>(&*registers, 0usize, block, stage, 0usize, staging);
 }
 
 /// Starts reading the stage that begins at `depth`.
