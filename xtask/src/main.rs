@@ -137,6 +137,7 @@ fn test_runtimes(runtimes: &[Runtime], fusion: bool, more: &[String]) -> bool {
     if fusion {
         arguments.extend(["--features".into(), "burn-moe-tests/fusion".into()]);
     }
+    arguments.extend(quick_profile());
     arguments.push("--lib".into());
     for name in kernels.into_iter().chain(["cube".into()]) {
         arguments.extend(["--test".into(), name]);
@@ -147,6 +148,29 @@ fn test_runtimes(runtimes: &[Runtime], fusion: bool, more: &[String]) -> bool {
         let environment = [environment.clone(), runtime.selection()].concat();
         cargo("test", &[], &arguments, &environment)
     })
+}
+
+/// What translates kernels for the CPU.
+const COMPILER: [&str; 6] = [
+    "pliron",
+    "pliron-llvm",
+    "cubecl-ir",
+    "cubecl-llvm",
+    "cubecl-opt",
+    "slotmap",
+];
+
+/// Kernels are as fast as ever where dependencies are not optimised, which halves the time of their
+/// build; only what compiles kernels while tests run is worth it.
+fn quick_profile() -> Vec<String> {
+    let level = |package: &str, level: u8| {
+        [
+            "--config".into(),
+            format!("profile.dev.package.\"{package}\".opt-level={level}"),
+        ]
+    };
+    let compiler = COMPILER.iter().flat_map(|package| level(package, 2));
+    level("*", 0).into_iter().chain(compiler).collect()
 }
 
 /// Cargo's arguments for these packages with these features.
