@@ -160,8 +160,8 @@ const COMPILER: [&str; 6] = [
     "slotmap",
 ];
 
-/// Kernels are as fast as ever where dependencies are not optimised, which halves the time of their
-/// build; only what compiles kernels while tests run is worth it.
+/// Dependencies are not optimised, for most of them do nothing while these tests run, and there are
+/// hundreds; but for those that compile kernels, which is most of what the tests wait for.
 fn quick_profile() -> Vec<String> {
     let level = |package: &str, level: u8| {
         [
