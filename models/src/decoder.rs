@@ -315,10 +315,13 @@ impl Decoder {
         if comm.size() == 1 {
             return Ok(());
         }
-        let moes = self.layers.iter().filter_map(|block| match &block.feed_forward {
-            FeedForwardKind::Moe(moe) => Some(moe),
-            FeedForwardKind::Dense(_) => None,
-        });
+        let moes = self
+            .layers
+            .iter()
+            .filter_map(|block| match &block.feed_forward {
+                FeedForwardKind::Moe(moe) => Some(moe),
+                FeedForwardKind::Dense(_) => None,
+            });
         let loads = moes.clone().flat_map(|moe| moe.take_load());
         // Whole numbers far below 2^53, so f64 adds them exactly.
         let mut loads: Vec<f64> = loads.map(|load| load as f64).collect();

@@ -206,10 +206,7 @@ impl ExpertParallel {
 }
 
 /// The experts of this rank when the ranks of `comm` share all.
-fn local_experts(
-    comm: &dyn Communicator,
-    num_experts: usize,
-) -> Result<Range<usize>, ConfigError> {
+fn local_experts(comm: &dyn Communicator, num_experts: usize) -> Result<Range<usize>, ConfigError> {
     let (rank, ranks) = (comm.rank(), comm.size());
     ConfigError::check(
         num_experts.is_multiple_of(ranks),

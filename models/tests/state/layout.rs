@@ -164,9 +164,7 @@ fn progress_ends_with_all_bytes() {
         };
         let rank = comm.rank();
         let (mesh, ep) = parallel(comm);
-        saved
-            .load(&config(), &ep, &mesh, &device(), &note)
-            .unwrap();
+        saved.load(&config(), &ep, &mesh, &device(), &note).unwrap();
         let file = format!("rank-{rank:05}-of-00002.safetensors");
         let bytes = fs::metadata(saved.folder().join(file)).unwrap().len();
         assert_eq!(last.get(), (bytes, bytes));
