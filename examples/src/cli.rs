@@ -476,6 +476,9 @@ pub fn finish(result: Result<(), CliError>) -> ExitCode {
                 // In one piece: all processes of a world share the standard error.
                 let line = format!("error: {error}\n");
                 let _ = std::io::stderr().write_all(line.as_bytes());
+            } else {
+                // A launcher ends the others when one ends like this: that one gets the time to speak.
+                std::thread::sleep(Duration::from_secs(1));
             }
             ExitCode::from(error.exit_code())
         }
