@@ -15,10 +15,13 @@ fn biases(model: &Decoder) -> Vec<Vec<u32>> {
         let data = bias.val().inner().into_data();
         data.iter::<f32>().map(f32::to_bits).collect()
     };
-    let moes = model.layers.iter().filter_map(|block| match &block.feed_forward {
-        FeedForwardKind::Moe(moe) => moe.router.bias.as_ref(),
-        FeedForwardKind::Dense(_) => None,
-    });
+    let moes = model
+        .layers
+        .iter()
+        .filter_map(|block| match &block.feed_forward {
+            FeedForwardKind::Moe(moe) => moe.router.bias.as_ref(),
+            FeedForwardKind::Dense(_) => None,
+        });
     moes.map(of).collect()
 }
 
