@@ -212,18 +212,19 @@ impl Communicator for MpiCommunicator {
                 return Ok(payload);
             }
             let now = Instant::now();
-            if let Some((loss, sent)) = self.loss(from) {
+            if let Some((loss, on_the_way)) = self.loss(from) {
                 // What was sent before is still delivered.
                 let quiet = now - *quiet_since.get_or_insert(now);
                 if moved {
                     quiet_since = Some(now);
                 }
-                let arrived = sent.is_some_and(|sent| received >= sent);
-                let enough = match sent {
-                    Some(_) => ANNOUNCED.min(self.timeout),
-                    None => UNANNOUNCED.min(self.timeout),
+                let (sent, patience) = match on_the_way {
+                    OnTheWay::Unknown => (None, UNANNOUNCED),
+                    OnTheWay::OfFailed { sent } => (Some(sent), ANNOUNCED),
+                    OnTheWay::OfReturned { sent } => (Some(sent), self.timeout),
                 };
-                if arrived || quiet >= enough {
+                let arrived = sent.is_some_and(|sent| received >= sent);
+                if arrived || quiet >= patience.min(self.timeout) {
                     return Err(self.lost(loss, key));
                 }
             } else if deadline.is_some_and(|deadline| now >= deadline) {
@@ -245,7 +246,18 @@ impl Communicator for MpiCommunicator {
     clock_methods!(|own| own.clock.of(0));
 }
 
-/// How long messages of a rank that has left may be on their way: that it announced, and that it did not live to announce.
+/// What may still come from a rank when one has left.
+enum OnTheWay {
+    /// It has not said.
+    Unknown,
+    /// So many messages in all, from a rank that has failed, or left when another had: its process does not stay for long.
+    OfFailed { sent: u64 },
+    /// So many messages in all, from a rank that has returned: its process stays until they have arrived, which takes long
+    /// when they are large.
+    OfReturned { sent: u64 },
+}
+
+/// How long messages of a rank that has failed may be on their way: that it announced, and that it did not live to announce.
 const ANNOUNCED: Duration = Duration::from_secs(1);
 const UNANNOUNCED: Duration = Duration::from_millis(30);
 
@@ -265,19 +277,22 @@ impl MpiCommunicator {
         Ok(())
     }
 
-    /// Why a message of rank `from` may not come, and how many messages that rank sent to this one if it said so.
-    fn loss(&self, from: usize) -> Option<(Loss, Option<u64>)> {
+    /// Why a message of rank `from` may not come, unless it is on its way.
+    fn loss(&self, from: usize) -> Option<(Loss, OnTheWay)> {
         let left = self.control.left(from);
         let sent = left.as_ref().and_then(|left| match left {
             Left::Returned { sent } | Left::Failed { sent, .. } => sent.get(self.rank).copied(),
         });
         if let Some(loss) = self.control.failed() {
-            return Some((loss, sent));
+            let on_the_way = sent.map_or(OnTheWay::Unknown, |sent| OnTheWay::OfFailed { sent });
+            return Some((loss, on_the_way));
         }
         match left {
             Some(Left::Returned { .. }) => {
                 let reason = "returned early".into();
-                Some((Loss { rank: from, reason }, sent))
+                let on_the_way =
+                    sent.map_or(OnTheWay::Unknown, |sent| OnTheWay::OfReturned { sent });
+                Some((Loss { rank: from, reason }, on_the_way))
             }
             _ => None,
         }
