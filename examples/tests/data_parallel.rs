@@ -82,7 +82,8 @@ fn every_grid_learns_what_one_rank_does() {
 #[test]
 fn the_report_is_of_all_groups() {
     let run = Run::new();
-    let report = run.report(&["--ranks", "4", "--dp", "2", "--balance", "none,exact"]);
+    let grid = ["--ranks", "4", "--dp", "2", "--timing", "critical-path"];
+    let report = run.report(&[&grid[..], &["--balance", "none,exact"]].concat());
     assert_eq!([&report["ranks"], &report["dp"]], [4, 2]);
     let single = run.report(&["--ranks", "1"]);
     assert_eq!(report["parameters"], single["parameters"]);

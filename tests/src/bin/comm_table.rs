@@ -191,11 +191,13 @@ fn row(ranks: &[Measured]) -> String {
     )
 }
 
-/// The value below which `share` of the others are.
+/// The value below which `share` of the others are; between two, in proportion.
 fn quantile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+    let at = (sorted.len() - 1) as f64 * share;
+    let [below, above] = [at.floor(), at.ceil()].map(|at| sorted[at as usize]);
+    below + (above - below) * at.fract()
 }
 
 /// The group that an operation is reported in.
