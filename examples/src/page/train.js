@@ -15,7 +15,7 @@ const listed = list => list.map(run => ({ name: run.balance, look: run.balance, 
 function lead() {
   const out = [], { imbalance_before: before, imbalance_after: after } = main, none = byName("none");
   if (main.balance === "exact")
-    out.push(`With ${data.planner} planning, the slowest rank computed ${fixed(after.mean, 3)} times the mean of all ranks; without, it would have been ${fixed(before.mean, 3)} times.`);
+    out.push(`With ${data.planner} planning, the slowest rank computed ${fixed(after.mean, 3)} times the mean of ${dp === 1 ? "all ranks" : "its group"}; without, it would have been ${fixed(before.mean, 3)} times.`);
   const ratios = runs.filter(run => run.balance !== "ideal" && finite(run.ratio_to_ideal));
   if (ratios.length)
     out.push(`Throughput as a ratio of ideal: ${ratios.map(run => `${run.balance} ${fixed(run.ratio_to_ideal, 3)}`).join(", ")}.`);
