@@ -47,7 +47,9 @@ fn loaded_models_learn_and_are_saved() {
     let data = text_file(folder.path());
     for family in ["deepseek_v3", "qwen3_moe", "mixtral"] {
         let from = model(family, folder.path(), true);
-        let losses = ["1", "4"].map(|ranks| {
+        // Two replicas of the model, one of which is saved.
+        let dp = if family == "deepseek_v3" { "2" } else { "1" };
+        let losses = [("1", "1"), ("4", dp)].map(|(ranks, dp)| {
             let saved = folder.path().join(format!("{family}-{ranks}"));
             let target = folder.path().join("report");
             let args = [
@@ -59,6 +61,8 @@ fn loaded_models_learn_and_are_saved() {
                 &data,
                 "--ranks",
                 ranks,
+                "--dp",
+                dp,
                 "--steps",
                 "12",
                 "--batch",

@@ -18,7 +18,9 @@ use crate::layer::ConfigError;
 ///
 /// Layers are made with an [`ExpertParallel`](super::ExpertParallel) over [`ep`](Self::ep). With a loss that is each
 /// rank's share of the whole batch's (of all ranks of the world), [`reduce_gradients`](Self::reduce_gradients) gives the
-/// gradient of the whole batch: a sum of shares is the average over data-parallel replicas.
+/// gradient of the whole batch: a sum of shares is the average over data-parallel replicas. Plans, imbalance and the
+/// capacity of experts are each group's own; selection biases of routers move by the load of all groups when
+/// [`Moe::take_load`](crate::layer::Moe::take_load) is summed over [`dp`](Self::dp).
 pub struct Mesh {
     world: Arc<dyn Communicator>,
     ep: Arc<dyn Communicator>,

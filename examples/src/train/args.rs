@@ -43,8 +43,9 @@ pub struct TrainArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub ranks: RankArgs,
-    /// Data-parallel replicas of the model. The ranks form so many groups of consecutive ranks, each of
-    /// which shares the experts of its replica: --ranks 8 --dp 2 is 2 x 4, data times expert parallel.
+    /// Data-parallel replicas of the model. The ranks, all of them as in Megatron and DeepSpeed, form so
+    /// many groups of consecutive ranks, each of which shares the experts of its replica: --ranks 8 --dp 2
+    /// is 2 x 4, data times expert parallel.
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub dp: usize,
     /// Balancers to run side by side on the same batches; exact alone with --model, --state and
