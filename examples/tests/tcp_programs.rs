@@ -14,7 +14,5 @@ fn losses_are_those_of_threads_to_the_bit() {
 #[test]
 fn a_killed_process_is_missed() {
     // Rank 0 writes the manifests.
-    for victim in [2, 0] {
-        a_killed_process_is_missed_and_the_run_resumed(Engine::Tcp, victim);
-    }
+    a_killed_process_is_missed_and_the_run_resumed(Engine::Tcp, &[2, 0]);
 }

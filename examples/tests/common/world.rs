@@ -72,25 +72,31 @@ impl World {
     /// Waits until all have ended; rank by rank over TCP.
     pub fn end(mut self) -> Vec<Output> {
         let start = Instant::now();
-        let processes = self.processes();
-        while self.children.iter_mut().any(|child| {
-            let ended = child.try_wait().expect("our child");
-            ended.is_none()
-        }) {
-            if start.elapsed() > LIMIT {
-                processes.values().for_each(|pid| kill(*pid));
-                self.children.iter_mut().for_each(|it| drop(it.kill()));
-                panic!("the world hangs");
-            }
+        let ended = |child: &mut Child| child.try_wait().expect("our child").is_some();
+        while !self.children.iter_mut().all(ended) {
+            assert!(start.elapsed() < LIMIT, "the world hangs");
             std::thread::sleep(Duration::from_millis(5));
         }
-        for (rank, pid) in processes {
-            assert!(gone(pid), "rank {rank} is an orphan");
-        }
-        let outputs = self.children.into_iter();
-        outputs
+        let children = std::mem::take(&mut self.children).into_iter();
+        children
             .map(|it| it.wait_with_output().expect("pipes"))
             .collect()
+    }
+}
+
+/// A test that fails leaves nothing behind.
+impl Drop for World {
+    fn drop(&mut self) {
+        if self.engine == Engine::Mpi && !self.children.is_empty() {
+            for pid in self.processes().values() {
+                kill(*pid);
+            }
+        }
+        for child in &mut self.children {
+            // It may have ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 
@@ -130,12 +136,12 @@ fn ranks_of(mpirun: u32) -> BTreeMap<usize, u32> {
     pids.filter_map(|pid| Some((rank_of(&pid)?, pid))).collect()
 }
 
-/// Ends a process of this test by SIGKILL.
-fn kill(pid: u32) {
+/// Ends a process of this test by SIGKILL; false when it is gone.
+fn kill(pid: u32) -> bool {
     let sent = Command::new("kill")
         .args(["-KILL", &pid.to_string()])
         .status();
-    assert!(sent.expect("kill").success());
+    sent.is_ok_and(|status| status.success())
 }
 
 /// Whether a process ends soon. It may stay as a zombie where nobody waits for orphans.
@@ -193,15 +199,17 @@ pub fn same_bits(engines: &[Engine], ranks: usize, args: &[&str]) {
     }
 }
 
+/// Ranks of the runs in which one is killed.
+const RANKS: usize = 4;
+
 /// Four processes, two times two, save every other step. One is killed in the middle: all others end in
 /// time, say who was lost and what they were in, and none is left. Resumed, the run ends with the losses
-/// and norms of one that was left alone, to the bit.
-pub fn a_killed_process_is_missed_and_the_run_resumed(engine: Engine, victim: usize) {
-    const RANKS: usize = 4;
+/// and norms of one that was left alone, to the bit. Each of `victims` in a run of its own.
+pub fn a_killed_process_is_missed_and_the_run_resumed(engine: Engine, victims: &[usize]) {
     let folder = tempfile::tempdir().unwrap();
     let data = text_file(folder.path());
     let at = |name: &str| folder.path().join(name).display().to_string();
-    let (states, reports) = (at("states"), at("report"));
+    let reports = at("report");
     let args = |more: &[&str]| {
         let common = [
             "--dp", "2", "--steps", "30", "--data", &data, "--report", &reports,
@@ -214,55 +222,61 @@ pub fn a_killed_process_is_missed_and_the_run_resumed(engine: Engine, victim: us
         .for_each(|it| drop(succeeded(it)));
     let unbroken = course(&report(Path::new(&reports)));
 
-    let saving = args(&["--state", &states, "--save-every", "2"]);
-    let world = World::start(engine, RANKS, &saving);
-    let saved = |step: usize| {
-        let step = format!("step-{step:08}/manifest.json");
-        Path::new(&states).join(step).exists()
-    };
-    let start = Instant::now();
-    while !saved(4) {
-        assert!(start.elapsed() < LIMIT, "no step was saved");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    let processes = world.processes();
-    assert_eq!(processes.len(), RANKS);
-    kill(processes[&victim]);
-    let killed = Instant::now();
-    let outputs = world.end();
-    let took = killed.elapsed();
-    assert!(took < Duration::from_secs(30), "the timeout: {took:?}");
-    assert!(!saved(30), "the run was over before");
+    for victim in victims.iter().copied() {
+        let states = at(&format!("states-{victim}"));
+        let saving = args(&["--state", &states, "--save-every", "2"]);
+        let world = World::start(engine, RANKS, &saving);
+        let saved = |step: usize| {
+            let step = format!("step-{step:08}/manifest.json");
+            Path::new(&states).join(step).exists()
+        };
+        let start = Instant::now();
+        while !saved(4) {
+            assert!(start.elapsed() < LIMIT, "no step was saved");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let processes = world.processes();
+        assert_eq!(processes.len(), RANKS);
+        assert!(kill(processes[&victim]));
+        let killed = Instant::now();
+        let outputs = world.end();
+        let took = killed.elapsed();
+        assert!(took < Duration::from_secs(30), "the timeout: {took:?}");
+        for (rank, pid) in &processes {
+            assert!(gone(*pid), "rank {rank} is an orphan");
+        }
+        assert!(!saved(30), "the run was over before");
 
-    let said: String = outputs
-        .iter()
-        .map(|it| String::from_utf8_lossy(&it.stderr).into_owned())
-        .collect();
-    let codes: Vec<_> = outputs.iter().map(|it| it.status.code()).collect();
-    match engine {
-        // One line and one code, that of the first to end.
-        Engine::Mpi => assert!(codes[0].is_some_and(|code| code != 0), "{codes:?}"),
-        _ => {
-            for (rank, code) in codes.iter().enumerate() {
-                let expected = if rank == victim { None } else { Some(1) };
-                assert_eq!(*code, expected, "rank {rank}: {said}");
+        let said: String = outputs
+            .iter()
+            .map(|it| String::from_utf8_lossy(&it.stderr).into_owned())
+            .collect();
+        let codes: Vec<_> = outputs.iter().map(|it| it.status.code()).collect();
+        match engine {
+            // One code, of the world.
+            Engine::Mpi => assert!(codes[0].is_some_and(|code| code != 0), "{codes:?}"),
+            _ => {
+                for (rank, code) in codes.iter().enumerate() {
+                    let expected = if rank == victim { None } else { Some(1) };
+                    assert_eq!(*code, expected, "rank {rank}: {said}");
+                }
             }
         }
-    }
-    for rank in (0..RANKS).filter(|rank| *rank != victim) {
-        let told = said.lines().any(|line| {
-            line.starts_with(&format!("error: rank {victim} "))
-                && line.contains(&format!("; meanwhile rank {rank} was in "))
-                && line.contains("micro-batch")
-        });
-        assert!(told, "rank {rank} says nothing: {said}");
-    }
+        for rank in (0..RANKS).filter(|rank| *rank != victim) {
+            let told = said.lines().any(|line| {
+                line.starts_with(&format!("error: rank {victim} "))
+                    && line.contains(&format!("; meanwhile rank {rank} was in "))
+                    && line.contains("micro-batch")
+            });
+            assert!(told, "rank {rank} says nothing: {said}");
+        }
 
-    let resuming = args(&["--resume", &states, "--save-every", "2"]);
-    let outputs = World::start(engine, RANKS, &resuming).end();
-    outputs.iter().for_each(|it| drop(succeeded(it)));
-    let resumed = report(Path::new(&reports));
-    let first = resumed["first_step"].as_u64().unwrap();
-    assert!((4..30).contains(&first), "resumed from step {first}");
-    assert_eq!(course(&resumed), unbroken);
+        let resuming = args(&["--resume", &states, "--save-every", "2"]);
+        let outputs = World::start(engine, RANKS, &resuming).end();
+        outputs.iter().for_each(|it| drop(succeeded(it)));
+        let resumed = report(Path::new(&reports));
+        let first = resumed["first_step"].as_u64().unwrap();
+        assert!((4..30).contains(&first), "resumed from step {first}");
+        assert_eq!(course(&resumed), unbroken);
+    }
 }
