@@ -32,7 +32,8 @@ use crate::data::DataError;
 /// Options of everything that runs a model over ranks.
 #[derive(Debug, Clone, Args)]
 pub struct RankArgs {
-    /// Expert-parallel ranks; must divide the experts.
+    /// All ranks, as many as a launcher starts processes (its world size). They share the experts, and
+    /// must divide them; with --dp of train, those of a group do.
     #[arg(long, default_value_t = 4)]
     pub ranks: usize,
     /// What ranks are: `threads` of this process, processes that `mpirun -n RANKS` starts, or processes with the variables
@@ -43,6 +44,10 @@ pub struct RankArgs {
     /// found, one for threads.
     #[arg(long)]
     pub nodes: Option<usize>,
+    /// Sends tokens between nodes in two hops: one message for each node, to the rank there of the same
+    /// index, which hands them on. Fewer and larger messages on slow links, the same bits. With --nodes.
+    #[arg(long)]
+    pub hierarchical: bool,
     /// Replica slots of each rank, shared by all layers.
     #[arg(long, default_value_t = 2)]
     pub slots: usize,
@@ -146,29 +151,33 @@ impl RankArgs {
         }
     }
 
-    /// Checks what clap cannot.
+    /// Checks what clap cannot, for groups of `expert_ranks` ranks that share the experts of `model`.
     ///
     /// # Errors
     ///
     /// Names the option, its value and what is allowed.
-    pub fn validate(&self, model: &ModelConfig) -> Result<(), CliError> {
-        let divisors = || {
-            (1..=model.num_experts)
-                .filter(|ranks| model.num_experts.is_multiple_of(*ranks))
-                .map(|ranks| ranks.to_string())
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
+    pub fn validate(&self, model: &ModelConfig, expert_ranks: usize) -> Result<(), CliError> {
+        let groups = self.ranks.checked_div(expert_ranks).unwrap_or(0);
         check(
-            self.ranks > 0 && model.num_experts.is_multiple_of(self.ranks),
+            groups > 0 && model.num_experts.is_multiple_of(expert_ranks),
             "--ranks",
             self.ranks,
             || {
-                format!(
-                    "the divisors of the config's {} experts ({})",
-                    model.num_experts,
-                    divisors()
-                )
+                let divisors = (1..=model.num_experts)
+                    .filter(|ranks| model.num_experts.is_multiple_of(*ranks))
+                    .map(|ranks| (ranks * groups.max(1)).to_string())
+                    .collect::<Vec<_>>()
+                    .join(", ");
+                match groups {
+                    0 | 1 => format!(
+                        "the divisors of the config's {} experts ({divisors})",
+                        model.num_experts
+                    ),
+                    _ => format!(
+                        "{groups} times (--dp) the divisors of the config's {} experts ({divisors})",
+                        model.num_experts
+                    ),
+                }
             },
         )?;
         let nodes = self.nodes.unwrap_or(1);
@@ -177,6 +186,27 @@ impl RankArgs {
             "--nodes",
             nodes,
             || format!("the divisors of the {} ranks", self.ranks),
+        )?;
+        check(
+            nodes.is_multiple_of(groups) || groups.is_multiple_of(nodes),
+            "--nodes",
+            nodes,
+            || {
+                format!(
+                    "a divisor or a multiple of --dp ({groups}), so that a node holds whole groups, or a group whole nodes"
+                )
+            },
+        )?;
+        check(
+            !self.hierarchical || nodes > groups,
+            "--hierarchical",
+            "set",
+            || match self.nodes {
+                None => "only with --nodes".into(),
+                Some(_) => format!(
+                    "only where experts are shared between nodes: more --nodes ({nodes}) than groups ({groups})"
+                ),
+            },
         )?;
         for (comm, built) in [
             (CommArg::Mpi, cfg!(feature = "mpi")),
@@ -446,6 +476,9 @@ pub fn finish(result: Result<(), CliError>) -> ExitCode {
                 // In one piece: all processes of a world share the standard error.
                 let line = format!("error: {error}\n");
                 let _ = std::io::stderr().write_all(line.as_bytes());
+            } else {
+                // A launcher ends the others when one ends like this: that one gets the time to speak.
+                std::thread::sleep(Duration::from_secs(1));
             }
             ExitCode::from(error.exit_code())
         }

@@ -77,7 +77,7 @@ pub struct PrefillArgs {
 pub fn run(args: &PrefillArgs) -> Result<PrefillReport, CliError> {
     let source = Source::open(args)?;
     let model = source.config()?;
-    args.ranks.validate(&model)?;
+    args.ranks.validate(&model, args.ranks.ranks)?;
     check(args.chunk != Some(0), "--chunk", 0, || "1 or more".into())?;
     if let Some(name) = &args.config {
         check(
@@ -186,6 +186,7 @@ fn summarise(
     mut ranks: Vec<&mut RunOutcome>,
 ) -> PrefillRun {
     let layers = model.moe_layers().count();
+    let ranks_of_group = ranks.len();
     let mut steps = |of: fn(&mut RunOutcome) -> &mut Vec<LayerStats>| -> Vec<StepStats> {
         let stats: Vec<Vec<LayerStats>> = ranks.iter_mut().map(|r| std::mem::take(of(r))).collect();
         let passes = stats.first().map_or(0, |rank| rank.len() / layers.max(1));
@@ -195,9 +196,9 @@ fn summarise(
         };
         (0..passes).map(pass).collect()
     };
-    let prefill = LayerSummary::of(&steps(|rank| &mut rank.prefill_stats));
+    let prefill = LayerSummary::of(&steps(|rank| &mut rank.prefill_stats), ranks_of_group);
     let decode_steps = steps(|rank| &mut rank.decode_stats);
-    let decode = LayerSummary::of(&decode_steps);
+    let decode = LayerSummary::of(&decode_steps, ranks_of_group);
     let written: Vec<&Vec<u32>> = ranks.iter().flat_map(|rank| &rank.written).collect();
     let after_first = written.iter().map(|ids| ids.len().saturating_sub(1)).sum();
     let prompt_tokens: usize = prompts.iter().map(Vec::len).sum();

@@ -22,8 +22,14 @@ pub struct TrainReport {
     pub config_name: String,
     /// Trainable parameters of the whole model.
     pub parameters: usize,
-    /// Expert-parallel ranks.
+    /// All ranks.
     pub ranks: usize,
+    /// Data-parallel replicas of the model: `ranks / dp` ranks share the experts of each.
+    pub dp: usize,
+    /// Nodes that the ranks are on, if that was said.
+    pub nodes: Option<usize>,
+    /// Whether tokens travelled between nodes in two hops.
+    pub hierarchical: bool,
     /// Replica slots of a rank.
     pub slots: usize,
     /// Planner of the run `exact`.
@@ -207,7 +213,8 @@ pub type StepStats = Vec<Vec<LayerStats>>;
 /// What the MoE layers did, from the statistics of forward passes.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayerSummary {
-    /// Max over mean of token copies a rank, over all layers and steps, had nothing been moved.
+    /// Max over mean of token copies a rank, among those that share experts, over all layers and steps,
+    /// had nothing been moved.
     pub imbalance_before: Summary,
     /// The same as computed.
     pub imbalance_after: Summary,
@@ -219,7 +226,8 @@ pub struct LayerSummary {
     pub bytes_dispatched_per_step: f64,
     /// Mean bytes of expert weights sent between ranks in a forward pass, all layers and ranks.
     pub bytes_replicated_per_step: f64,
-    /// MoE layers, in the order of the next two; with accumulation, once for each micro-batch.
+    /// MoE layers, in the order of the next two; with accumulation, once for each micro-batch; with data
+    /// parallelism, all of these once for each group of ranks that share experts.
     pub layers: Vec<u32>,
     /// Imbalance before and after, of each step and layer.
     pub imbalance: Vec<Vec<[f64; 2]>>,
@@ -253,12 +261,15 @@ impl Loads {
 }
 
 impl LayerSummary {
-    /// Imbalance and copies are the same on all ranks and taken from rank 0; bytes are added over
-    /// the ranks.
-    pub fn of(steps: &[StepStats]) -> Self {
-        let first: Vec<&Vec<LayerStats>> = steps.iter().filter_map(|step| step.first()).collect();
+    /// Imbalance and copies are the same on all ranks of a group, which are `expert_ranks` consecutive
+    /// ones, and taken from its first rank; bytes are added over the ranks.
+    pub fn of(steps: &[StepStats], expert_ranks: usize) -> Self {
+        let first: Vec<Vec<&LayerStats>> = steps
+            .iter()
+            .map(|step| step.iter().step_by(expert_ranks.max(1)).flatten().collect())
+            .collect();
         let of = |f: &dyn Fn(&LayerStats) -> f64| {
-            Summary::of(first.iter().flat_map(|layers| layers.iter().map(f)))
+            Summary::of(first.iter().flatten().map(|layer| f(layer)))
         };
         let per_step = |f: &dyn Fn(&LayerStats) -> usize| {
             let total: usize = steps.iter().flatten().flatten().map(f).sum();
@@ -286,7 +297,7 @@ impl LayerSummary {
                 .collect(),
             loads: first
                 .iter()
-                .map(|layers| layers.iter().map(Loads::of).collect())
+                .map(|layers| layers.iter().map(|layer| Loads::of(layer)).collect())
                 .collect(),
         }
     }

@@ -34,7 +34,10 @@ pub fn run(args: &TrainArgs) -> Result<TrainReport, CliError> {
         "{} on {}, {} ranks, {} slots, {} timing",
         subject.name,
         corpus.describe(),
-        args.ranks.ranks,
+        match args.dp {
+            1 => args.ranks.ranks.to_string(),
+            dp => format!("{dp} x {}", args.expert_ranks()),
+        },
         args.ranks.slots,
         args.ranks.timing().name(),
     );
@@ -116,7 +119,7 @@ fn summarise(
                     .iter()
                     .map(|rank| rank.runs[run].replica_bytes)
                     .collect(),
-                layers: LayerSummary::of(&steps),
+                layers: LayerSummary::of(&steps, args.expert_ranks()),
             }
         })
         .collect();
@@ -126,6 +129,9 @@ fn summarise(
         config_name: subject.name,
         parameters: outcomes[0].parameters,
         ranks: args.ranks.ranks,
+        dp: args.dp,
+        nodes: args.ranks.nodes,
+        hierarchical: args.ranks.hierarchical,
         slots: args.ranks.slots,
         planner: args.ranks.planner.clone(),
         seed: args.seed,

@@ -1,26 +1,23 @@
 //! The binaries as a user calls them: what they write, and what they refuse.
 
+mod common;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
+use common::{numbers, refusal_in_one_line, report, succeeded, with_usual};
 use serde_json::Value;
 
+/// Options of a small run.
+const USUAL: [(&str, &str); 3] = [
+    ("--config", "smoke"),
+    ("--sequence-length", "24"),
+    ("--batch", "8"),
+];
+
 fn train(args: &[&str], report: &Path) -> Output {
-    let fixed = [
-        "--config",
-        "smoke",
-        "--sequence-length",
-        "24",
-        "--batch",
-        "8",
-        "--report",
-    ];
-    Command::new(env!("CARGO_BIN_EXE_train"))
-        .args(fixed)
-        .arg(report)
-        .args(args)
-        .output()
-        .unwrap()
+    let report = report.display().to_string();
+    common::train(with_usual(&[args, &["--report", &report]].concat(), &USUAL))
 }
 
 fn prefill(args: &[&str], checkpoint: &Path, prompt: &Path, report: &Path) -> Output {
@@ -34,33 +31,6 @@ fn prefill(args: &[&str], checkpoint: &Path, prompt: &Path, report: &Path) -> Ou
         .args(args)
         .output()
         .unwrap()
-}
-
-fn succeeded(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// The one line of a refusal, which has exit code 2.
-fn refusal(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines.len(), 1, "more than one line: {text}");
-    text
-}
-
-fn report(folder: &Path) -> Value {
-    let page = std::fs::read_to_string(folder.join("report.html")).unwrap();
-    assert!(page.contains("<html") && page.contains("</html>"));
-    let text = std::fs::read_to_string(folder.join("report.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
-}
-
-fn numbers(value: &Value) -> Vec<f64> {
-    let values = value.as_array().unwrap();
-    values.iter().map(|v| v.as_f64().unwrap()).collect()
 }
 
 fn text_file(folder: &Path) -> String {
@@ -225,21 +195,17 @@ fn a_checkpoint_prefills_on_any_number_of_ranks() {
     let other = other.to_str().unwrap();
     let args = ["--config", other, "--data", &data, "--steps", "1"];
     let target = ["--checkpoint", checkpoint.to_str().unwrap()];
-    let line = refusal(
-        &Command::new(env!("CARGO_BIN_EXE_train"))
-            .args(args)
-            .args(target)
-            .args(["--sequence-length", "24"])
-            .output()
-            .unwrap(),
-    );
+    let line = refusal_in_one_line(&train(
+        &[&args[..], &target].concat(),
+        &folder.path().join("refused"),
+    ));
     assert!(line.contains("another config"), "{line}");
     assert_eq!(
         std::fs::read(checkpoint.join("index.json")).unwrap(),
         before
     );
     let target = folder.path().join("refused");
-    let line = refusal(&prefill(
+    let line = refusal_in_one_line(&prefill(
         &["--config", other],
         &checkpoint,
         &prompt,
@@ -247,7 +213,7 @@ fn a_checkpoint_prefills_on_any_number_of_ranks() {
     ));
     assert!(line.contains("--config"), "{line}");
     std::fs::write(checkpoint.join("rank-00001-of-00004.safetensors"), "no").unwrap();
-    let line = refusal(&prefill(&[], &checkpoint, &prompt, &target));
+    let line = refusal_in_one_line(&prefill(&[], &checkpoint, &prompt, &target));
     assert!(line.contains("rank-00001-of-00004.safetensors"), "{line}");
     assert!(!target.exists());
 }
@@ -299,33 +265,14 @@ fn bad_input_is_refused_in_one_line() {
         (&["--timeout", "0"], &["--timeout is 0"]),
     ];
     for (args, expected) in cases {
-        let mut all = vec![
-            "--config",
-            "smoke",
-            "--sequence-length",
-            "24",
-            "--batch",
-            "8",
-        ];
+        let mut args = args.to_vec();
         if !args.contains(&"--data") {
-            all.extend(["--data", &data]);
+            args.extend(["--data", &data]);
         }
-        let output = Command::new(env!("CARGO_BIN_EXE_train"))
-            .args(options(&all, args))
-            .arg("--report")
-            .arg(&target)
-            .output()
-            .unwrap();
-        let line = refusal(&output);
+        let line = refusal_in_one_line(&train(&args, &target));
         for part in *expected {
             assert!(line.contains(part), "{args:?}: {line}");
         }
     }
     assert!(!target.exists(), "nothing is written");
-}
-
-/// `base` with the options of `change` in place of its own.
-fn options<'a>(base: &[&'a str], change: &[&'a str]) -> Vec<&'a str> {
-    let kept = base.chunks(2).filter(|option| option[0] != change[0]);
-    kept.flatten().chain(change).copied().collect()
 }

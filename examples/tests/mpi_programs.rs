@@ -1,37 +1,20 @@
 //! The binaries over processes do what they do over threads.
 
+mod common;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
-use serde_json::Value;
+use common::world::{Engine, a_killed_process_is_missed_and_the_run_resumed, mpirun, same_bits};
+use common::{refusal, report, succeeded};
 
 /// Runs a binary with `args`, as `processes` processes when there are any.
 fn run(binary: &str, processes: usize, args: &[&str]) -> Output {
     let mut command = match processes {
         0 => Command::new(binary),
-        _ => {
-            let mut mpirun = Command::new("mpirun");
-            mpirun
-                .args(["--oversubscribe", "--bind-to", "none", "-n"])
-                .args([processes.to_string().as_str(), binary])
-                // Containers often run everything as root.
-                .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
-                .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-            mpirun
-        }
+        _ => mpirun(processes, binary),
     };
     command.args(args).output().unwrap()
-}
-
-fn succeeded(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-fn report(folder: &Path) -> Value {
-    let text = std::fs::read_to_string(folder.join("report.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
 }
 
 #[test]
@@ -138,8 +121,7 @@ fn a_number_of_ranks_that_is_not_that_of_the_processes() {
         "mpi",
     ];
     let output = run(env!("CARGO_BIN_EXE_train"), 2, &train);
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{text}");
+    let text = refusal(&output);
     let expected = "error: 2 process(es) were started, needed is one for each of the 4 ranks";
     assert_eq!(text.matches(expected).count(), 1, "{text}");
 }
@@ -160,8 +142,23 @@ fn options_that_processes_cannot_have() {
         train.extend(["--sequence-length", "24"]);
         train.extend(args);
         let output = run(env!("CARGO_BIN_EXE_train"), 4, &train);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
+        let text = refusal(&output);
         assert_eq!(text.matches(expected).count(), 1, "{text}");
     }
+}
+
+/// Data parallel times expert parallel, with tokens that go between nodes in two hops.
+#[test]
+fn all_engines_give_the_same_bits() {
+    let engines = [Engine::Threads, Engine::Mpi, Engine::Tcp];
+    let args = ["--steps", "3", "--accumulate", "2", "--batch", "16"];
+    same_bits(&engines, 4, &[&args[..], &["--dp", "2"]].concat());
+    let hops = ["--nodes", "2", "--hierarchical"];
+    same_bits(&engines, 4, &[&args[..], &hops].concat());
+}
+
+#[test]
+fn a_killed_process_is_missed() {
+    // Rank 0 writes the manifests.
+    a_killed_process_is_missed_and_the_run_resumed(Engine::Mpi, &[1, 0]);
 }

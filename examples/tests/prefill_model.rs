@@ -1,9 +1,12 @@
 //! `prefill --model`: a folder of Hugging Face's against what transformers computed, and what does
 //! not depend on ranks, chunks and batches.
 
-use std::path::{Path, PathBuf};
+mod common;
+
+use std::path::Path;
 use std::process::{Command, Output};
 
+use common::{copy_fixture as copy, fixture, refusal_in_one_line as refusal};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
@@ -15,26 +18,6 @@ const FAMILIES: [&str; 6] = [
     "mixtral",
     "qwen3_moe",
 ];
-
-fn fixture(family: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../models/tests/fixtures")
-        .join(family)
-}
-
-/// A copy of a fixture, to add files to.
-fn copy(family: &str, folder: &Path) -> PathBuf {
-    let copy = folder.join(family);
-    std::fs::create_dir(&copy).unwrap();
-    for entry in std::fs::read_dir(fixture(family)).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        if name == "config.json" || name.starts_with("model") {
-            std::fs::copy(&path, copy.join(name)).unwrap();
-        }
-    }
-    copy
-}
 
 fn prefill(model: &Path, args: &[&str], folder: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_prefill"))
@@ -49,19 +32,8 @@ fn prefill(model: &Path, args: &[&str], folder: &Path) -> Output {
 
 /// The report of a run that succeeds.
 fn report(model: &Path, args: &[&str], folder: &Path) -> Value {
-    let run = prefill(model, args, folder);
-    let error = String::from_utf8_lossy(&run.stderr).into_owned();
-    assert!(run.status.success(), "{error}");
-    let text = std::fs::read_to_string(folder.join("report/report.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
-}
-
-/// The one line of a refusal.
-fn refusal(run: &Output) -> String {
-    let error = String::from_utf8_lossy(&run.stderr).into_owned();
-    assert_eq!(run.status.code(), Some(2), "{error}");
-    assert_eq!(error.lines().count(), 1, "{error}");
-    error
+    common::succeeded(&prefill(model, args, folder));
+    common::report(&folder.join("report"))
 }
 
 fn write_ids(folder: &Path, prompts: &impl serde::Serialize) -> String {

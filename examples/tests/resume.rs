@@ -1,12 +1,15 @@
 //! A run of `train` that is interrupted, by any means, and resumed.
 
+mod common;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use burn_moe_models::state::SavedState;
+use common::{copy_fixture, course, numbers, refusal, succeeded, text_file, with_usual};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -20,13 +23,8 @@ struct Run {
 impl Run {
     fn new(steps: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text.txt");
-        let text: String = (0..600)
-            .map(|i| format!("w{} w{} w{}\n", i % 7, i * 3 % 11, (i * i) % 5))
-            .collect();
-        fs::write(&path, text).unwrap();
         Self {
-            data: path.display().to_string(),
+            data: text_file(folder.path()),
             folder,
             steps: steps.to_string(),
         }
@@ -37,9 +35,8 @@ impl Run {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
         let report = self.path("report").display().to_string();
-        let usual = [
+        let mut usual = vec![
             ("--batch", "4"),
             ("--sequence-length", "12"),
             ("--warmup", "2"),
@@ -50,46 +47,26 @@ impl Run {
             ("--steps", &self.steps),
             ("--report", &report),
         ];
-        if !args.contains(&"--config") && !args.contains(&"--model") {
-            command.args(["--config", "smoke"]);
+        if !args.contains(&"--model") {
+            usual.push(("--config", "smoke"));
         }
-        for (option, value) in usual {
-            if !args.contains(&option) {
-                command.args([option, value]);
-            }
-        }
-        command.args(args);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
+        command.args(with_usual(args, &usual));
         command
     }
 
     fn succeed(&self, args: &[&str]) -> Value {
-        let output = self.command(args).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{text}");
+        succeeded(&self.command(args).output().unwrap());
         self.report()
     }
 
     fn report(&self) -> Value {
-        let text = fs::read_to_string(self.path("report/report.json")).unwrap();
-        serde_json::from_str(&text).unwrap()
+        common::report(&self.path("report"))
     }
 
     fn refuse(&self, args: &[&str]) -> String {
         refusal(&self.command(args).output().unwrap())
     }
-}
-
-/// The first line of a refusal, which has exit code 2.
-fn refusal(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    text.lines().next().unwrap_or_default().to_owned()
-}
-
-/// The text of losses and norms: numbers are equal to the bit when their shortest texts are.
-fn course(report: &Value) -> [String; 2] {
-    let run = &report["runs"][0];
-    ["loss", "grad_norm"].map(|name| run[name].to_string())
 }
 
 fn newest_step(folder: &Path) -> u64 {
@@ -207,11 +184,8 @@ fn two_hundred_killed_runs_lose_no_saved_step() {
 #[test]
 fn resumed_on_other_ranks_the_losses_are_the_same_up_to_order() {
     let run = Run::new(8);
-    let numbers = |report: &Value| -> Vec<f64> {
-        let losses = report["runs"][0]["loss"].as_array().unwrap();
-        losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
-    };
-    let unbroken = numbers(&run.succeed(&["--batch", "8", "--ranks", "4", "--balance", "exact"]));
+    let losses = |report: &Value| numbers(&report["runs"][0]["loss"]);
+    let unbroken = losses(&run.succeed(&["--batch", "8", "--ranks", "4", "--balance", "exact"]));
     let states = run.path("states").display().to_string();
     run.succeed(&[
         "--batch",
@@ -242,13 +216,13 @@ fn resumed_on_other_ranks_the_losses_are_the_same_up_to_order() {
             report["runs"][0]["step_seconds"].as_array().unwrap().len(),
             5
         );
-        let losses = numbers(&report);
-        assert_eq!(losses.len(), 8);
-        assert_eq!(losses[..3], unbroken[..3]);
-        for (a, b) in losses.iter().zip(&unbroken) {
+        let found = losses(&report);
+        assert_eq!(found.len(), 8);
+        assert_eq!(found[..3], unbroken[..3]);
+        for (a, b) in found.iter().zip(&unbroken) {
             assert!(
                 (a - b).abs() < 2e-3,
-                "{ranks} ranks: {losses:?} {unbroken:?}"
+                "{ranks} ranks: {found:?} {unbroken:?}"
             );
         }
         assert_eq!(newest_step(&run.path(&format!("elsewhere-{ranks}"))), 8);
@@ -256,26 +230,14 @@ fn resumed_on_other_ranks_the_losses_are_the_same_up_to_order() {
     // A run that is done is done.
     let report = run.succeed(&["--batch", "8", "--resume", &states, "--ranks", "4"]);
     assert_eq!(report["first_step"], 8);
-    assert_eq!(numbers(&report), unbroken);
+    assert_eq!(losses(&report), unbroken);
 }
 
 /// Narrow weights, whose optimizer keeps wide ones, and a model that was loaded.
 #[test]
 fn every_kind_of_run_resumes_to_the_bit() {
     let run = Run::new(6);
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures");
-    let model = run.path("model");
-    fs::create_dir(&model).unwrap();
-    for entry in fs::read_dir(fixtures.join("qwen3_moe")).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_owned();
-        if !["reference.safetensors", "gradients.safetensors"]
-            .map(Into::into)
-            .contains(&name)
-        {
-            fs::copy(&path, model.join(name)).unwrap();
-        }
-    }
+    let model = copy_fixture("qwen3_moe", run.folder.path());
     // Each line of text is a token of the smallest tokenizer there is.
     let tokenizer = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
         "normalizer": null, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null,

@@ -1,68 +1,28 @@
 //! `train` beyond its defaults: scaled-down models, loaded ones, and the optimizer's options.
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use burn_moe_models::hf::Folder;
 use burn_moe_models::pretrained;
+use common::{copy_fixture, numbers, refusal, report, succeeded, text_file, with_usual};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 fn train(args: &[&str], report: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_train"))
-        .args(["--timeout", "60", "--report"])
-        .arg(report)
-        .args(args)
-        .output()
-        .unwrap()
-}
-
-fn succeeded(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// The first line of a refusal, which has exit code 2.
-fn refusal(output: &Output) -> String {
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    text.lines().next().unwrap_or_default().to_owned()
-}
-
-fn report(folder: &Path) -> Value {
-    let text = std::fs::read_to_string(folder.join("report.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
-}
-
-fn numbers(value: &Value) -> Vec<f64> {
-    let values = value.as_array().unwrap();
-    values.iter().map(|v| v.as_f64().unwrap()).collect()
-}
-
-/// Words of a small vocabulary, so that a few steps learn something.
-fn text_file(folder: &Path) -> String {
-    let path = folder.join("text.txt");
-    let text: String = (0..600)
-        .map(|i| format!("w{} w{} w{}\n", i % 7, i * 3 % 11, (i * i) % 5))
-        .collect();
-    std::fs::write(&path, text).unwrap();
-    path.display().to_string()
+    let report = report.display().to_string();
+    common::train(with_usual(
+        args,
+        &[("--timeout", "60"), ("--report", &report)],
+    ))
 }
 
 /// A fixture of a family with a tokenizer for the words of `text_file`.
 fn model(family: &str, folder: &Path, tokenizer: bool) -> PathBuf {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures");
-    let target = folder.join(family);
-    std::fs::create_dir_all(&target).unwrap();
-    for entry in std::fs::read_dir(fixtures.join(family)).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap();
-        if name != "reference.safetensors" && name != "gradients.safetensors" {
-            std::fs::copy(&path, target.join(name)).unwrap();
-        }
-    }
+    let target = copy_fixture(family, folder);
     if tokenizer {
         let mut vocab = serde_json::Map::new();
         vocab.insert("[UNK]".into(), json!(0));
@@ -87,7 +47,9 @@ fn loaded_models_learn_and_are_saved() {
     let data = text_file(folder.path());
     for family in ["deepseek_v3", "qwen3_moe", "mixtral"] {
         let from = model(family, folder.path(), true);
-        let losses = ["1", "4"].map(|ranks| {
+        // Two replicas of the model, one of which is saved.
+        let dp = if family == "deepseek_v3" { "2" } else { "1" };
+        let losses = [("1", "1"), ("4", dp)].map(|(ranks, dp)| {
             let saved = folder.path().join(format!("{family}-{ranks}"));
             let target = folder.path().join("report");
             let args = [
@@ -99,6 +61,8 @@ fn loaded_models_learn_and_are_saved() {
                 &data,
                 "--ranks",
                 ranks,
+                "--dp",
+                dp,
                 "--steps",
                 "12",
                 "--batch",
@@ -269,22 +233,19 @@ fn a_scaled_down_model_keeps_its_routing() {
     assert_eq!(report["runs"][0]["layers"].as_array().unwrap().len(), 2);
 }
 
-fn smoke<'a>(data: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let base = [
-        "--config",
-        "smoke",
-        "--data",
-        data,
-        "--steps",
-        "6",
-        "--batch",
-        "8",
-        "--sequence-length",
-        "24",
-        "--balance",
-        "exact",
+/// A run of six steps.
+fn smoke(data: &str, more: &[&str], report: &Path) -> Output {
+    let usual = [
+        ("--config", "smoke"),
+        ("--data", data),
+        ("--steps", "6"),
+        ("--batch", "8"),
+        ("--sequence-length", "24"),
+        ("--balance", "exact"),
     ];
-    base.into_iter().chain(more.iter().copied()).collect()
+    let args = with_usual(more, &usual);
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    train(&args, report)
 }
 
 /// Micro-batches and recomputed activations change nothing but memory.
@@ -294,7 +255,7 @@ fn accumulation_and_checkpointing_learn_the_same() {
     let data = text_file(folder.path());
     let losses = |more: &[&str]| {
         let target = folder.path().join("report");
-        succeeded(&train(&smoke(&data, more), &target));
+        succeeded(&smoke(&data, more, &target));
         numbers(&report(&target)["runs"][0]["loss"])
     };
     let plain = losses(&["--ranks", "2"]);
@@ -317,7 +278,7 @@ fn clipping_is_the_same_on_any_number_of_ranks() {
     let norms = |ranks: &str, clip: &str| {
         let target = folder.path().join("report");
         let more = ["--ranks", ranks, "--clip", clip];
-        succeeded(&train(&smoke(&data, &more), &target));
+        succeeded(&smoke(&data, &more, &target));
         numbers(&report(&target)["runs"][0]["grad_norm"])
     };
     let one = norms("1", "0.5");
@@ -346,7 +307,7 @@ fn bf16_learns() {
             "--accumulate",
             "2",
         ];
-        succeeded(&train(&smoke(&data, &more), &target));
+        succeeded(&smoke(&data, &more, &target));
         let report = report(&target);
         assert_eq!(report["dtype"], dtype);
         numbers(&report["runs"][0]["loss"])
@@ -365,7 +326,7 @@ fn schedules_differ() {
     let losses = |more: &[&str]| {
         let target = folder.path().join("report");
         let all: Vec<&str> = ["--ranks", "1"].iter().chain(more).copied().collect();
-        succeeded(&train(&smoke(&data, &all), &target));
+        succeeded(&smoke(&data, &all, &target));
         numbers(&report(&target)["runs"][0]["loss"])
     };
     let cosine = losses(&[]);
@@ -396,7 +357,7 @@ fn a_run_that_diverges_stops() {
         "--clip",
         "1",
     ];
-    let output = train(&smoke(&data, &more), &target);
+    let output = smoke(&data, &more, &target);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(
@@ -482,9 +443,7 @@ fn bad_options_are_refused() {
     ];
     for (args, expected) in cases {
         let all: Vec<&str> = ["--data", &data].iter().chain(*args).copied().collect();
-        let output = train(&all, &target);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        refusal(&output);
+        let text = refusal(&train(&all, &target));
         for part in *expected {
             assert!(text.contains(part), "{args:?}: {text}");
         }
@@ -515,6 +474,9 @@ fn help_names_every_option() {
         "--clip",
         "--balance",
         "--ranks",
+        "--dp",
+        "--nodes",
+        "--hierarchical",
         "Model:",
         "Optimizer (AdamW):",
         "--state",

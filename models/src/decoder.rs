@@ -3,6 +3,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_moe::comm::{CommError, Communicator, Key};
 use burn_moe::layer::{FeedForward, FeedForwardConfig, Moe, Routing};
 use burn_moe::parallel::ExpertParallel;
 
@@ -301,6 +302,38 @@ impl Decoder {
             Some(head) => head.forward(x),
             None => x.matmul(self.embedding.weight.val().transpose()),
         }
+    }
+
+    /// Adds up over the ranks of `comm` the loads that the next [`update_bias`](Self::update_bias) uses. With data
+    /// parallelism, call it before, with the ranks that hold the same experts (`Mesh::dp`), so that all replicas of the
+    /// model move their biases alike, by the load of the whole batch.
+    ///
+    /// # Errors
+    ///
+    /// When a rank is lost or too late.
+    pub fn reduce_load(&self, comm: &dyn Communicator, key: Key) -> Result<(), CommError> {
+        if comm.size() == 1 {
+            return Ok(());
+        }
+        let moes = self
+            .layers
+            .iter()
+            .filter_map(|block| match &block.feed_forward {
+                FeedForwardKind::Moe(moe) => Some(moe),
+                FeedForwardKind::Dense(_) => None,
+            });
+        let loads = moes.clone().flat_map(|moe| moe.take_load());
+        // Whole numbers far below 2^53, so f64 adds them exactly.
+        let mut loads: Vec<f64> = loads.map(|load| load as f64).collect();
+        comm.all_reduce_sum_f64(key, &mut loads)?;
+        let mut rest = loads.as_slice();
+        for moe in moes {
+            let (own, behind) = rest.split_at(moe.router.num_experts());
+            let own: Vec<u64> = own.iter().map(|load| *load as u64).collect();
+            moe.add_load(&own);
+            rest = behind;
+        }
+        Ok(())
     }
 
     /// Moves the routers' selection biases against the load since the last call; see

@@ -162,10 +162,56 @@ impl WorldClock {
         }
     }
 
+    /// What a rank's end of a communicator needs of it.
+    pub(super) fn of(&self, rank: usize) -> ClockOf<'_> {
+        ClockOf { world: self, rank }
+    }
+
     fn rank(&self, rank: usize) -> MutexGuard<'_, RankClock> {
         lock(&self.ranks[rank])
     }
 }
+
+/// The clock of one rank, with the methods that a [`Communicator`](super::Communicator) has for it.
+pub(super) struct ClockOf<'a> {
+    world: &'a WorldClock,
+    rank: usize,
+}
+
+impl ClockOf<'_> {
+    pub(super) fn clock(&self) -> Duration {
+        self.world.read(self.rank)
+    }
+
+    pub(super) fn pause_clock(&self) {
+        self.world.pause(self.rank);
+    }
+
+    pub(super) fn resume_clock(&self) {
+        self.world.resume(self.rank);
+    }
+}
+
+/// The clock methods of a communicator that has a [`ClockOf`], or another communicator, to ask.
+macro_rules! clock_methods {
+    (|$own:ident| $asked:expr) => {
+        fn clock(&self) -> Duration {
+            let $own = self;
+            $asked.clock()
+        }
+
+        fn pause_clock(&self) {
+            let $own = self;
+            $asked.pause_clock();
+        }
+
+        fn resume_clock(&self) {
+            let $own = self;
+            $asked.resume_clock();
+        }
+    };
+}
+pub(super) use clock_methods;
 
 impl RankClock {
     fn running(&self, source: &dyn TimeSource) -> Duration {

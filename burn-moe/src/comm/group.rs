@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::clock::clock_methods;
 use super::{CommError, Communicator, Key, Op, Topology};
 
 /// Divides the ranks of `comm` into groups and returns this rank's group: the ranks that gave the same `color`, in their
@@ -103,17 +104,7 @@ impl Communicator for Group {
         self.parent.recv(from, self.key(key))
     }
 
-    fn clock(&self) -> Duration {
-        self.parent.clock()
-    }
-
-    fn pause_clock(&self) {
-        self.parent.pause_clock();
-    }
-
-    fn resume_clock(&self) {
-        self.parent.resume_clock();
-    }
+    clock_methods!(|own| own.parent);
 }
 
 /// The number of a group, the same on every machine, never 0.

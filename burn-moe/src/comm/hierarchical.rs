@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::clock::clock_methods;
 use super::{CommError, Communicator, Key, Topology};
 
 /// `comm` with another way of all-to-all: parts for another domain go in one message to its rank of the same index,
@@ -82,17 +83,7 @@ impl Communicator for Routed {
         exchange_over(&*self.inner, &self.topology, key, parts)
     }
 
-    fn clock(&self) -> Duration {
-        self.inner.clock()
-    }
-
-    fn pause_clock(&self) {
-        self.inner.pause_clock();
-    }
-
-    fn resume_clock(&self) {
-        self.inner.resume_clock();
-    }
+    clock_methods!(|own| own.inner);
 }
 
 /// The place of a rank in its domain.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::clock::{Monotonic, TimeSource, Timing, WorldClock, lock};
+use super::clock::{Monotonic, TimeSource, Timing, WorldClock, clock_methods, lock};
 use super::{CommError, Communicator, Key};
 
 /// A group of one: what a layer uses when there is no expert parallelism.
@@ -148,17 +148,7 @@ impl Communicator for LocalCommunicator {
         Ok(message.payload)
     }
 
-    fn clock(&self) -> Duration {
-        self.world.clock.read(self.rank)
-    }
-
-    fn pause_clock(&self) {
-        self.world.clock.pause(self.rank);
-    }
-
-    fn resume_clock(&self) {
-        self.world.clock.resume(self.rank);
-    }
+    clock_methods!(|own| own.world.clock.of(own.rank));
 }
 
 /// What the ranks of one group share.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::clock::lock;
+use super::clock::{clock_methods, lock};
 use super::{CommError, Communicator, Key, Op, Topology};
 
 /// A communicator that measures: bytes to other ranks and time by operation.
@@ -96,17 +96,7 @@ impl Communicator for Meter {
         })
     }
 
-    fn clock(&self) -> Duration {
-        self.inner.clock()
-    }
-
-    fn pause_clock(&self) {
-        self.inner.pause_clock();
-    }
-
-    fn resume_clock(&self) {
-        self.inner.resume_clock();
-    }
+    clock_methods!(|own| own.inner);
 }
 
 #[cfg(test)]

@@ -199,8 +199,21 @@ impl Moe {
         MoeOutput { output, routing }
     }
 
+    /// Takes the load that the next [`update_bias`](Self::update_bias) would use: token copies of each
+    /// expert, over the ranks that share the experts. With data parallelism, the biases of all
+    /// replicas of the model stay equal when each gets the sum over all by [`add_load`](Self::add_load).
+    pub fn take_load(&self) -> Vec<u64> {
+        self.load.take()
+    }
+
+    /// Adds to the load that the next [`update_bias`](Self::update_bias) uses, one count for each expert.
+    pub fn add_load(&self, load: &[u64]) {
+        self.load.add(load);
+    }
+
     /// Moves the router's selection bias against the load of the forward passes (with autodiff)
-    /// since the last call; see [`Router::update_bias`]. All ranks move it alike.
+    /// since the last call; see [`Router::update_bias`]. All ranks that share the experts move it
+    /// alike.
     pub fn update_bias(&mut self, speed: f64) {
         self.router.update_bias(&self.load.take(), speed);
     }

@@ -1,13 +1,14 @@
 //! Data parallel times expert parallel: the model is held several times over, and each of these replicas of the model
 //! shares its experts among its ranks.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
 
-use super::ParallelError;
 use super::gradients::reduce;
+use super::{ParallelError, local_experts};
 use crate::comm::{CommError, Communicator, Key, Op, split};
 use crate::layer::ConfigError;
 
@@ -17,7 +18,9 @@ use crate::layer::ConfigError;
 ///
 /// Layers are made with an [`ExpertParallel`](super::ExpertParallel) over [`ep`](Self::ep). With a loss that is each
 /// rank's share of the whole batch's (of all ranks of the world), [`reduce_gradients`](Self::reduce_gradients) gives the
-/// gradient of the whole batch: a sum of shares is the average over data-parallel replicas.
+/// gradient of the whole batch: a sum of shares is the average over data-parallel replicas. Plans, imbalance and the
+/// capacity of experts are each group's own; selection biases of routers move by the load of all groups when
+/// [`Moe::take_load`](crate::layer::Moe::take_load) is summed over [`dp`](Self::dp).
 pub struct Mesh {
     world: Arc<dyn Communicator>,
     ep: Arc<dyn Communicator>,
@@ -25,7 +28,8 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Divides `world` into groups of `ep` ranks. All ranks call it, once for a communicator.
+    /// Divides `world` into groups of `ep` ranks. All ranks call it, once for a communicator. A group of all ranks is
+    /// `world` itself, with all that it can do.
     ///
     /// # Errors
     ///
@@ -38,10 +42,16 @@ impl Mesh {
             ep,
             format!("a divisor of the {size} ranks"),
         )?;
-        let key = |part| Key::new(Op::AllGather, u64::MAX, u32::MAX).with_part(part);
+        let group = |part, members, color| match members == size {
+            true => Ok(world.clone()),
+            false => {
+                let key = Key::new(Op::AllGather, u64::MAX, u32::MAX).with_part(part);
+                split(&world, key, color)
+            }
+        };
         Ok(Self {
-            ep: split(&world, key(0), rank / ep)?,
-            dp: split(&world, key(1), rank % ep)?,
+            ep: group(0, ep, rank / ep)?,
+            dp: group(1, size / ep, rank % ep)?,
             world,
         })
     }
@@ -56,9 +66,19 @@ impl Mesh {
         &self.ep
     }
 
-    /// The ranks that hold the same experts as this one, of each replica of the model.
+    /// The ranks that hold the same experts as this one, of each replica of the model. This rank's number among them is
+    /// that of its replica of the model.
     pub fn dp(&self) -> &Arc<dyn Communicator> {
         &self.dp
+    }
+
+    /// Global ids of the experts that live on this rank.
+    ///
+    /// # Errors
+    ///
+    /// When the ranks of a group do not divide the experts.
+    pub fn local_experts(&self, num_experts: usize) -> Result<Range<usize>, ConfigError> {
+        local_experts(&*self.ep, num_experts)
     }
 
     /// Adds up gradients: those of the experts over the ranks that hold the same ones, all others over all ranks. Sums in

@@ -178,15 +178,7 @@ impl ExpertParallel {
     ///
     /// When the ranks do not divide the experts.
     pub fn local_experts(&self, num_experts: usize) -> Result<Range<usize>, ConfigError> {
-        let ranks = self.comm.size();
-        ConfigError::check(
-            num_experts.is_multiple_of(ranks),
-            "ranks",
-            ranks,
-            format!("a divisor of num_experts ({num_experts})"),
-        )?;
-        let local = num_experts / ranks;
-        Ok(self.comm.rank() * local..(self.comm.rank() + 1) * local)
+        local_experts(&*self.comm, num_experts)
     }
 
     /// Most bytes of replica weights that this rank held at once.
@@ -211,6 +203,19 @@ impl ExpertParallel {
             .with_domains(self.ranks_per_domain)
             .expect("a domain has at least one rank")
     }
+}
+
+/// The experts of this rank when the ranks of `comm` share all.
+fn local_experts(comm: &dyn Communicator, num_experts: usize) -> Result<Range<usize>, ConfigError> {
+    let (rank, ranks) = (comm.rank(), comm.size());
+    ConfigError::check(
+        num_experts.is_multiple_of(ranks),
+        "ranks",
+        ranks,
+        format!("a divisor of num_experts ({num_experts})"),
+    )?;
+    let local = num_experts / ranks;
+    Ok(rank * local..(rank + 1) * local)
 }
 
 impl fmt::Debug for ExpertParallel {

@@ -3,6 +3,11 @@ const runs = data.runs, byName = name => runs.find(run => run.balance === name),
 const tokens = data.batch * data.sequence_length;
 // A resumed run has the losses of all its steps, everything else from here on.
 const skipped = data.first_step || 0, padded = values => [...Array(skipped).fill(NaN), ...values];
+// Each group of ranks that share experts has all layers, one group behind the other.
+const dp = data.dp || 1, groupRanks = data.ranks / dp, layers = runs[0].layers;
+const groupOf = i => Math.floor(i / (layers.length / dp));
+const groupName = group => `group ${group} (ranks ${group * groupRanks} to ${(group + 1) * groupRanks - 1})`;
+const layerName = i => `${layers[i] ?? "–"}${dp === 1 ? "" : `, ${groupName(groupOf(i))}`}`;
 const state = { run: runs.indexOf(main), layer: 0, step: 1 };
 const worst = largest([1.01, ...runs.flatMap(run => [run.imbalance_before.max, run.imbalance_after.max])]);
 const listed = list => list.map(run => ({ name: run.balance, look: run.balance, run }));
@@ -10,7 +15,7 @@ const listed = list => list.map(run => ({ name: run.balance, look: run.balance, 
 function lead() {
   const out = [], { imbalance_before: before, imbalance_after: after } = main, none = byName("none");
   if (main.balance === "exact")
-    out.push(`With ${data.planner} planning, the slowest rank computed ${fixed(after.mean, 3)} times the mean of all ranks; without, it would have been ${fixed(before.mean, 3)} times.`);
+    out.push(`With ${data.planner} planning, the slowest rank computed ${fixed(after.mean, 3)} times the mean of ${dp === 1 ? "all ranks" : "its group"}; without, it would have been ${fixed(before.mean, 3)} times.`);
   const ratios = runs.filter(run => run.balance !== "ideal" && finite(run.ratio_to_ideal));
   if (ratios.length)
     out.push(`Throughput as a ratio of ideal: ${ratios.map(run => `${run.balance} ${fixed(run.ratio_to_ideal, 3)}`).join(", ")}.`);
@@ -26,7 +31,7 @@ function settings() {
   facts("facts", [
     ["Config", `${data.config_name}: ${c.num_layers} layers (${c.num_dense_layers} dense), width ${c.d_model}; ${c.num_experts} experts of width ${c.d_hidden_expert} in ${c.n_group} groups, top ${c.top_k} of ${c.topk_group} groups, ${c.num_shared_experts} shared`],
     ["Parameters", number(data.parameters)],
-    ["Ranks", `${data.ranks}, each with ${number(c.num_experts / data.ranks)} experts`],
+    ["Ranks", `${dp === 1 ? data.ranks : `${dp} x ${groupRanks}, data times expert parallel`}, each with ${number(c.num_experts / groupRanks)} experts${data.nodes ? `, on ${data.nodes} nodes` : ""}${data.hierarchical ? ", tokens between nodes in two hops" : ""}`],
     ["Replica slots", `${data.slots} a rank, shared by all layers`],
     ["Planner", `${data.planner} (used by exact)`],
     ["Balancers", runs.map(run => BALANCER[run.balance] || run.balance).join("; ")],
@@ -72,7 +77,7 @@ function curves() {
 const set = change => { Object.assign(state, change); choice(); };
 const controls = [
   select("Balancer", runs.map((run, i) => [i, run.balance]), run => set({ run })),
-  select("Layer", runs[0].layers.map((layer, i) => [i, `layer ${layer}`]), layer => set({ layer })),
+  select("Layer", layers.map((_, i) => [i, `layer ${layerName(i)}`]), layer => set({ layer })),
   slider(skipped ? `Step after ${skipped}` : "Step", Math.max(1, data.steps - skipped), step => set({ step })),
 ];
 
@@ -85,8 +90,9 @@ function heatMaps(run) {
   });
   for (const [side, id] of ["heat-before", "heat-after"].entries()) {
     const of = (layer, { first, last }) => run.imbalance.slice(first - 1, last).map(step => step[layer][side]);
-    heat(id, { rows: run.layers, columns, most: worst, rowName: "layer", columnName: "step",
-      label: `Imbalance ${side ? "after" : "before"} balancing of ${run.layers.length} layers in ${steps} steps, mean ${fixed((side ? run.imbalance_after : run.imbalance_before).mean, 3)}`,
+    heat(id, { rows: dp === 1 ? layers : layers.map((layer, i) => `${groupOf(i)}·${layer}`), columns, most: worst,
+      rowName: dp === 1 ? "layer" : "group·layer", columnName: "step",
+      label: `Imbalance ${side ? "after" : "before"} balancing of ${layers.length} layers in ${steps} steps, mean ${fixed((side ? run.imbalance_after : run.imbalance_before).mean, 3)}`,
       cell: (layer, i) => largest(of(layer, columns[i])), chosen: [state.layer, Math.floor((state.step - 1) / per)],
       choose: (layer, i) => { const values = of(layer, columns[i]); set({ layer, step: columns[i].first + Math.max(0, values.indexOf(largest(values))) }); } });
   }
@@ -94,15 +100,15 @@ function heatMaps(run) {
 }
 
 function rankLoads(run) {
-  const kept = run.loads.map((layers, i) => layers.length ? i + 1 : 0).filter(Boolean), layer = run.layers[state.layer] ?? "–";
+  const kept = run.loads.map((layers, i) => layers.length ? i + 1 : 0).filter(Boolean), layer = layerName(state.layer);
   // The nearest step whose loads are on this page.
   const step = kept.reduce((a, b) => Math.abs(b - state.step) < Math.abs(a - state.step) ? b : a, kept[0]);
   const loads = step && run.loads[step - 1][state.layer];
   byId("bars-title").textContent = `Ranks in layer ${layer} of step ${(step ?? state.step) + skipped}, ${run.balance}`;
   byId("bars-note").textContent = kept.length < run.loads.length ? "To keep this page small, it has the loads of some steps only; the nearest is shown. All are in report.json." : "";
   if (!loads) return;
-  const [before, after] = run.imbalance[step - 1][state.layer], all = stacks(loads.experts, data.ranks, []);
-  const now = stacks(loads.experts, data.ranks, loads.replicas), most = Math.max(1, ...all.map(total), ...now.map(total)) * 1.02;
+  const [before, after] = run.imbalance[step - 1][state.layer], all = stacks(loads.experts, groupRanks, []);
+  const now = stacks(loads.experts, groupRanks, loads.replicas), most = Math.max(1, ...all.map(total), ...now.map(total)) * 1.02;
   const copies = loads.replicas.length, note = `${copies} ${copies === 1 ? "copy" : "copies"}`;
   byId("bars-before-title").textContent = `Before: imbalance ${fixed(before, 3)}`;
   byId("bars-after-title").textContent = `After: imbalance ${fixed(after, 3)}, with ${note}`;

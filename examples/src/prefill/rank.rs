@@ -68,6 +68,7 @@ impl Job<'_> {
                 balance: args.balance[lane].into(),
                 planner: args.ranks.planner.clone(),
                 slots: args.ranks.slots,
+                hierarchical: args.ranks.hierarchical,
                 lane: lane as u64,
                 lanes: args.balance.len() as u64,
                 ..Default::default()

@@ -43,6 +43,11 @@ pub struct TrainArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub ranks: RankArgs,
+    /// Data-parallel replicas of the model. The ranks, all of them as in Megatron and DeepSpeed, form so
+    /// many groups of consecutive ranks, each of which shares the experts of its replica: --ranks 8 --dp 2
+    /// is 2 x 4, data times expert parallel.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub dp: usize,
     /// Balancers to run side by side on the same batches; exact alone with --model, --state and
     /// --resume.
     #[arg(
@@ -172,8 +177,15 @@ impl TrainArgs {
     ///
     /// Names the option, its value and what is allowed.
     pub fn validate(&self, model: &ModelConfig) -> Result<(), CliError> {
-        self.ranks.validate(model)?;
         let one_or_more = || "1 or more".to_owned();
+        check(self.dp > 0, "--dp", self.dp, one_or_more)?;
+        check(
+            self.ranks.ranks.is_multiple_of(self.dp),
+            "--dp",
+            self.dp,
+            || format!("the divisors of the {} ranks", self.ranks.ranks),
+        )?;
+        self.ranks.validate(model, self.expert_ranks())?;
         check(self.steps > 0, "--steps", self.steps, one_or_more)?;
         check(
             self.accumulate > 0,
@@ -220,6 +232,11 @@ impl TrainArgs {
                 .join(","),
             || "each of none, exact, ideal at most once".into(),
         )
+    }
+
+    /// Ranks that share the experts of a replica of the model.
+    pub fn expert_ranks(&self) -> usize {
+        self.ranks.ranks / self.dp
     }
 
     /// Tokens of a step, over all ranks.

@@ -14,8 +14,8 @@ pub fn check_memory(
     device: &Device,
 ) -> Result<(), CliError> {
     let counts = config.counts(device)?;
-    let ranks = args.ranks.ranks as u64;
-    let parameters = (counts.total - counts.routed) * ranks + counts.routed;
+    let (ranks, dp) = (args.ranks.ranks as u64, args.dp as u64);
+    let parameters = (counts.total - counts.routed) * ranks + counts.routed * dp;
     let each = match args.dtype {
         // Weight, gradient and two moments.
         DtypeArg::F32 => 16,

@@ -9,9 +9,7 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_moe::comm::{Communicator, Key, Op};
 use burn_moe::layer::loss::sequence_balancing;
-use burn_moe::parallel::{
-    ExpertParallel, LayerStats, ParallelOptions, clip_gradients, gradient_norm, reduce_gradients,
-};
+use burn_moe::parallel::{ExpertParallel, LayerStats, Mesh, ParallelOptions, clip_gradients};
 use burn_moe_models::hf::Layout;
 use burn_moe_models::pretrained::{self, PretrainedError};
 use burn_moe_models::state::Snapshot;
@@ -57,9 +55,10 @@ const LOSS: &str = "bits";
 const GRAD_NORM: &str = "grad_norm";
 
 /// One balancer's model and optimizer.
-struct Lane {
+struct Lane<'a> {
     index: usize,
     balance: BalanceArg,
+    mesh: &'a Mesh,
     ep: Arc<ExpertParallel>,
     model: Decoder,
     optimizer: ModuleOptimizer,
@@ -77,7 +76,7 @@ pub struct Run<'a> {
 }
 
 /// Trains all lanes, step by step in turn.
-pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, CliError> {
+pub fn run(run: &Run<'_>, world: Arc<dyn Communicator>) -> Result<RankOutcome, CliError> {
     let Run {
         args,
         subject,
@@ -86,11 +85,13 @@ pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, Cl
         progress,
         device,
     } = *run;
+    let mesh = Mesh::new(world, args.expert_ranks())?;
+    let comm = mesh.world();
     let mut lanes = args
         .balance
         .iter()
         .enumerate()
-        .map(|(index, balance)| Lane::new(run, index, *balance, &comm))
+        .map(|(index, balance)| Lane::new(run, index, *balance, &mesh))
         .collect::<Result<Vec<_>, _>>()?;
     let mut schedule = args.schedule().init()?;
     let first_step = states.map_or(0, States::steps_done);
@@ -118,7 +119,7 @@ pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, Cl
             }
         }
     }
-    let parameters = lanes[0].parameters(comm.size());
+    let parameters = lanes[0].parameters();
     lanes[0].save(args, subject)?;
     Ok(RankOutcome {
         runs: lanes
@@ -133,12 +134,12 @@ pub fn run(run: &Run<'_>, comm: Arc<dyn Communicator>) -> Result<RankOutcome, Cl
     })
 }
 
-impl Lane {
+impl<'a> Lane<'a> {
     fn new(
         run: &Run<'_>,
         index: usize,
         balance: BalanceArg,
-        comm: &Arc<dyn Communicator>,
+        mesh: &'a Mesh,
     ) -> Result<Self, CliError> {
         let Run {
             args,
@@ -150,11 +151,12 @@ impl Lane {
             balance: balance.into(),
             planner: args.ranks.planner.clone(),
             slots: args.ranks.slots,
+            hierarchical: args.ranks.hierarchical,
             lane: index as u64,
             lanes: args.balance.len() as u64,
             ..Default::default()
         };
-        let ep = ExpertParallel::new(comm.clone(), options)?;
+        let ep = ExpertParallel::new(mesh.ep().clone(), options)?;
         let mut outcome = RunOutcome::default();
         let saved = run.states.and_then(States::saved);
         let (model, optimizer) = match saved {
@@ -165,12 +167,12 @@ impl Lane {
             }
             Some(saved) => {
                 let show = |done, total| {
-                    if comm.rank() == 0 {
+                    if mesh.world().rank() == 0 {
                         run.progress
                             .show_bytes("loading", saved.step(), done, total);
                     }
                 };
-                let loaded = saved.load(&subject.config, &ep, device, &show)?;
+                let loaded = saved.load(&subject.config, &ep, mesh, device, &show)?;
                 let optimizer = args.optimizer().init(&loaded.model)?;
                 let mut restored = loaded.optimizer(optimizer)?;
                 let history = &mut restored.state.history;
@@ -182,6 +184,7 @@ impl Lane {
         Ok(Self {
             index,
             balance,
+            mesh,
             optimizer,
             model,
             ep,
@@ -209,16 +212,19 @@ impl Lane {
             nats.push(share);
         }
         let key = self.key(Op::GradReduce, step, args);
-        let comm = self.ep.comm().as_ref();
-        let mut grads = reduce_gradients(accumulator.take(), &self.model, comm, key)?;
+        let mesh = self.mesh;
+        let mut grads = mesh.reduce_gradients(accumulator.take(), &self.model, key)?;
         if let Some(most) = args.optimizer.clip {
-            let norm = gradient_norm(&grads, &self.model, comm, key.with_op(Op::AllReduce))?;
+            let norm = mesh.gradient_norm(&grads, &self.model, key.with_op(Op::AllReduce))?;
             finite(step, "the norm of the gradients", norm)?;
             grads = clip_gradients(grads, &self.model, norm, most);
             self.outcome.grad_norm.push(norm);
         }
         // A clone shares the tensors; the optimizer replaces them by new ones.
         self.model = self.optimizer.step(rate, self.model.clone(), grads);
+        let of_replicas = mesh.dp().as_ref();
+        self.model
+            .reduce_load(of_replicas, key.with_op(Op::Count))?;
         self.model.update_bias(args.bias_speed);
         Ok(nats.into_iter().map(|nats| nats.into_scalar::<f64>()).sum())
     }
@@ -279,13 +285,13 @@ impl Lane {
             model: &self.model,
             optimizer: &self.optimizer,
         };
-        let first = self.ep.comm().rank() == 0;
+        let first = self.mesh.world().rank() == 0;
         let show = |done, total| {
             if first {
                 run.progress.show_bytes("saving", step as u64, done, total);
             }
         };
-        let folder = states.folder.save(snapshot, &self.ep, &show)?;
+        let folder = states.folder.save(snapshot, self.mesh, &show)?;
         if first {
             run.progress
                 .note(&format!("step {step} is saved in {}", folder.display()));
@@ -295,6 +301,10 @@ impl Lane {
 
     /// Saves the model to where the options say.
     fn save(&self, args: &TrainArgs, subject: &Subject) -> Result<(), CliError> {
+        // All replicas of the model are the same.
+        if self.mesh.dp().rank() != 0 {
+            return Ok(());
+        }
         let (model, config, steps) = (&self.model, &subject.config, args.steps as u64);
         if let Some(target) = &args.checkpoint {
             checkpoint::save(model, config, &self.ep, target, steps)?;
@@ -322,11 +332,12 @@ impl Lane {
     ) -> Result<(), CliError> {
         let mut loss = [nats];
         let key = self.key(Op::Telemetry, step, args);
-        self.ep.comm().all_reduce_sum_f64(key, &mut loss)?;
+        let world = self.mesh.world();
+        world.all_reduce_sum_f64(key, &mut loss)?;
         let bits = loss[0] / std::f64::consts::LN_2;
         finite(step, "the loss", bits)?;
         let stats = self.ep.take_stats();
-        if self.ep.comm().rank() == 0 {
+        if world.rank() == 0 {
             let rate = args.tokens_per_step() as f64 / seconds;
             progress.show(step, self.balance, bits, rate, &stats);
         }
@@ -341,8 +352,8 @@ impl Lane {
         Key::new(op, (step * args.balance.len() + self.index + 1) as u64, 0)
     }
 
-    /// Parameters of the whole model: this rank's, and the experts of the others.
-    fn parameters(&self, ranks: usize) -> usize {
+    /// Parameters of the whole model: this rank's, and the experts of the others of its group.
+    fn parameters(&self) -> usize {
         let experts: usize = self
             .model
             .layers
@@ -352,7 +363,7 @@ impl Lane {
                 FeedForwardKind::Moe(moe) => moe.experts.num_params(),
             })
             .sum();
-        self.model.num_params() + (ranks - 1) * experts
+        self.model.num_params() + (self.ep.comm().size() - 1) * experts
     }
 }
 

@@ -30,8 +30,8 @@ pub struct StateArgs {
     pub keep: Option<usize>,
     /// Resumes the newest checkpoint in this folder, or the one that is this folder, and goes on to
     /// save beside it, unless --state names another folder. Options that decide what is learned must
-    /// be as they were. With as many ranks, the same planner and slots, the run continues bit by bit
-    /// as if it had not been interrupted; otherwise up to the order of additions.
+    /// be as they were. With the same --ranks, --dp, --nodes, --planner and --slots, the run continues bit
+    /// by bit as if it had not been interrupted; otherwise up to the order of additions.
     #[arg(long, value_name = "DIR", help_heading = HEADING)]
     pub resume: Option<PathBuf>,
 }
@@ -105,9 +105,10 @@ impl States {
                 "resumes step {} of {}{}",
                 saved.step(),
                 saved.folder().display(),
-                match saved.ranks() == args.ranks.ranks {
-                    true => String::new(),
-                    false => format!(", which {} ranks saved", saved.ranks()),
+                match [saved.ranks(), saved.expert_ranks()] {
+                    as_now if as_now == [args.ranks.ranks, args.expert_ranks()] => String::new(),
+                    [ranks, ep] if ranks == ep => format!(", which {ranks} ranks saved"),
+                    [ranks, ep] => format!(", which {} x {ep} ranks saved", ranks / ep),
                 }
             );
         }

@@ -1,4 +1,6 @@
 //! What a rank stores.
+//!
+//! All ranks see the same sizes, and so agree on who stores what without a word.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,6 +8,8 @@ use std::rc::Rc;
 
 use burn::module::{ModuleVisitor, Param};
 use burn::tensor::{Bool, Bytes, Int, Tensor, TensorData};
+use burn_moe::comm::Communicator;
+use burn_moe::parallel::Mesh;
 use burn_pack::Scalar;
 use safetensors::Dtype;
 
@@ -14,41 +18,41 @@ use super::optimizer::{Leaf, Leaves};
 use super::shard::{Entry, stored_type};
 use crate::module_path::ModulePath;
 
-/// Visits a model and collects this rank's tensors: its experts, one by one, and some of what every
-/// rank holds. All ranks see the same sizes and so agree on who stores what.
+/// Visits a model and collects this rank's tensors: some of the experts that live on it, one by one (all, unless
+/// others hold them too), and some of what every rank holds.
 pub(super) struct Collect {
     path: ModulePath,
     experts: Range<usize>,
-    rank: usize,
-    /// Bytes of shared parameters that each rank has to store so far.
-    shares: Vec<usize>,
+    /// Who stores what all ranks hold.
+    shared: Shares,
+    /// Who stores what the ranks that hold the same experts hold.
+    replicated: Shares,
     leaves: Leaves,
     pub entries: Vec<Entry>,
     pub error: Option<StateError>,
 }
 
 impl Collect {
-    pub fn new(experts: Range<usize>, rank: usize, ranks: usize, leaves: Leaves) -> Self {
+    pub fn new(mesh: &Mesh, experts: Range<usize>, leaves: Leaves) -> Self {
         Self {
             path: ModulePath::default(),
             experts,
-            rank,
-            shares: vec![0; ranks],
+            shared: Shares::among(mesh.world().as_ref()),
+            replicated: Shares::among(mesh.dp().as_ref()),
             leaves,
             entries: Vec::new(),
             error: None,
         }
     }
 
-    /// Whether this rank stores the next shared parameter.
-    fn is_own(&mut self, bytes: usize) -> bool {
-        let ranks = 0..self.shares.len();
-        let owner = ranks.min_by_key(|rank| self.shares[*rank]).unwrap_or(0);
-        self.shares[owner] += bytes;
-        owner == self.rank
-    }
-
-    fn tensor(&mut self, kind: &str, leaf: &str, data: TensorData) -> Result<(), StateError> {
+    /// `stored` are the experts whose part of the tensor is stored here.
+    fn tensor(
+        &mut self,
+        kind: &str,
+        leaf: &str,
+        data: TensorData,
+        stored: &[usize],
+    ) -> Result<(), StateError> {
         let dtype = stored_type(data.dtype()).ok_or_else(|| StateError::Unsupported {
             what: format!("{kind}/{}{leaf}", self.path.name()),
             message: format!("type {:?}, allowed: F64, F32, BF16, F16", data.dtype()),
@@ -63,15 +67,16 @@ impl Collect {
             return Ok(());
         }
         let each = len / self.experts.len().max(1);
-        for (at, expert) in self.experts.clone().enumerate() {
-            let name = format!("{kind}/{}{leaf}", self.path.expert_name(expert));
-            let (shape, range) = (shape[1..].to_vec(), at * each..(at + 1) * each);
+        for expert in stored {
+            let name = format!("{kind}/{}{leaf}", self.path.expert_name(*expert));
+            let at = (expert - self.experts.start) * each;
+            let (shape, range) = (shape[1..].to_vec(), at..at + each);
             self.push(name, dtype, shape, data.clone(), range);
         }
         Ok(())
     }
 
-    fn scalar(&mut self, leaf: &str, value: Scalar) {
+    fn scalar(&mut self, leaf: &str, value: Scalar, stored: &[usize]) {
         let (dtype, bytes) = match value {
             Scalar::Int(value) => (Dtype::I64, value.to_le_bytes().to_vec()),
             Scalar::UInt(value) => (Dtype::U64, value.to_le_bytes().to_vec()),
@@ -82,11 +87,10 @@ impl Collect {
         let data = Rc::new(Bytes::from_bytes_vec(bytes));
         let names = match self.path.inside_experts() {
             false => vec![self.path.name()],
-            true => self
-                .experts
-                .clone()
-                .map(|expert| self.path.expert_name(expert))
-                .collect(),
+            true => {
+                let name = |expert: &usize| self.path.expert_name(*expert);
+                stored.iter().map(name).collect()
+            }
         };
         for name in names {
             let name = format!("optimizer/{name}{leaf}");
@@ -115,16 +119,26 @@ impl Collect {
         let value = param.val().inner();
         let shape = value.shape();
         let bytes = shape.num_elements() * value.dtype().size();
-        if !self.path.inside_experts() && !self.is_own(bytes) {
+        let mut stored = Vec::new();
+        let own = match self.path.inside_experts() {
+            false => self.shared.is_own(bytes),
+            true => {
+                let each = bytes / self.experts.len().max(1);
+                let experts = self.experts.clone();
+                stored.extend(experts.filter(|_| self.replicated.is_own(each)));
+                !stored.is_empty()
+            }
+        };
+        if !own {
             return Ok(());
         }
-        self.tensor("model", "", value.into_data())?;
+        self.tensor("model", "", value.into_data(), &stored)?;
         for (leaf, value) in self.leaves.remove(&param.id).unwrap_or_default() {
             let suffix = format!("/{leaf}");
             match value {
-                Leaf::Scalar(value) => self.scalar(&suffix, value),
+                Leaf::Scalar(value) => self.scalar(&suffix, value, &stored),
                 Leaf::Tensor(data) if *data.shape() == shape => {
-                    self.tensor("optimizer", &suffix, data)?;
+                    self.tensor("optimizer", &suffix, data, &stored)?;
                 }
                 Leaf::Tensor(data) => {
                     return Err(StateError::Unsupported {
@@ -180,5 +194,28 @@ impl ModuleVisitor for Collect {
 
     fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<D, Bool>>) {
         self.unsupported("booleans");
+    }
+}
+
+/// How much each of the ranks that hold the same things has to store so far.
+struct Shares {
+    rank: usize,
+    bytes: Vec<usize>,
+}
+
+impl Shares {
+    fn among(comm: &dyn Communicator) -> Self {
+        Self {
+            rank: comm.rank(),
+            bytes: vec![0; comm.size()],
+        }
+    }
+
+    /// Whether this rank stores the next of these things, which is what the one with the least does.
+    fn is_own(&mut self, bytes: usize) -> bool {
+        let ranks = 0..self.bytes.len();
+        let owner = ranks.min_by_key(|rank| self.bytes[*rank]).unwrap_or(0);
+        self.bytes[owner] += bytes;
+        owner == self.rank
     }
 }

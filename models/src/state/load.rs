@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Device;
-use burn_moe::parallel::ExpertParallel;
+use burn_moe::parallel::{ExpertParallel, Mesh};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
@@ -85,6 +85,11 @@ impl SavedState {
         self.manifest.ranks
     }
 
+    /// How many of them shared the experts of one replica of the model.
+    pub fn expert_ranks(&self) -> usize {
+        self.manifest.expert_ranks.unwrap_or(self.manifest.ranks)
+    }
+
     /// Checks that a run of `config` with `settings` may continue it.
     ///
     /// # Errors
@@ -99,9 +104,10 @@ impl SavedState {
         self.manifest.check_settings(&self.folder, settings)
     }
 
-    /// Loads what belongs on this rank; all ranks call it, as many as they may be. Every file is
-    /// read as a whole by one of them and compared with its checksum, before any rank goes on.
-    /// `progress` is told how many bytes this rank has read of those that it compares.
+    /// Loads what belongs on this rank; all ranks of `mesh` call it, as many as they may be, with `ep` over
+    /// its [`ep`](Mesh::ep). Every file is read as a whole by one of them and compared with its
+    /// checksum, before any rank goes on. `progress` is told how many bytes this rank has read of
+    /// those that it compares.
     ///
     /// # Errors
     ///
@@ -111,12 +117,13 @@ impl SavedState {
         &self,
         config: &ModelConfig,
         ep: &Arc<ExpertParallel>,
+        mesh: &Mesh,
         device: &Device,
         progress: &dyn Fn(u64, u64),
     ) -> Result<Loaded, StateError> {
         let Self { folder, manifest } = self;
         manifest.check_config(folder, config)?;
-        let comm = ep.comm().as_ref();
+        let comm = mesh.world().as_ref();
         let ranks = 0..manifest.ranks;
         let shards = ranks.map(|rank| Shard::open(folder, manifest, rank));
         let shards: Vec<Shard> = shards.collect::<Result<_, _>>()?;
@@ -139,7 +146,7 @@ impl SavedState {
         });
         let files: Vec<(SafeTensors, PathBuf)> = files.collect::<Result<_, StateError>>()?;
         let tensors = Tensors::new(folder, &files)?;
-        let experts = ep.local_experts(config.num_experts);
+        let experts = mesh.local_experts(config.num_experts);
         let experts = experts.map_err(ModelError::from)?;
         let mut fill = Fill::new(&tensors, experts, config.num_experts);
         // The seed is of no use: nothing is drawn, as every parameter is replaced before.

@@ -41,6 +41,9 @@ pub(super) struct Manifest {
     pub position: u64,
     /// Ranks that saved it.
     pub ranks: usize,
+    /// Ranks that shared the experts of one replica of the model, when there were several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_ranks: Option<usize>,
     pub config: ModelConfig,
     pub settings: BTreeMap<String, String>,
     /// Index = rank.
@@ -58,8 +61,14 @@ pub(super) struct ShardEntry {
 }
 
 impl Manifest {
-    pub fn new(state: &RunState, config: &ModelConfig, shards: Vec<ShardEntry>) -> Self {
+    pub fn new(
+        state: &RunState,
+        config: &ModelConfig,
+        expert_ranks: usize,
+        shards: Vec<ShardEntry>,
+    ) -> Self {
         Self {
+            expert_ranks: Some(expert_ranks).filter(|ranks| *ranks < shards.len()),
             format: FORMAT.into(),
             run: state.run.clone(),
             step: state.step,
@@ -94,6 +103,13 @@ impl Manifest {
         let (ranks, shards) = (manifest.ranks, manifest.shards.len());
         if ranks == 0 || shards != ranks {
             return Err(fault(format!("{shards} files of {ranks} ranks")));
+        }
+        if let Some(expert_ranks) = manifest.expert_ranks
+            && (expert_ranks == 0 || !ranks.is_multiple_of(expert_ranks))
+        {
+            return Err(fault(format!(
+                "expert_ranks is {expert_ranks}, allowed: the divisors of the {ranks} ranks"
+            )));
         }
         for (rank, shard) in manifest.shards.iter().enumerate() {
             let expected = shard_name(rank, ranks);

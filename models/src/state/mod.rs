@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Every rank writes one file: the experts that live on it, one by one under their global ids, and
-//! its share of what all ranks hold, so that nothing is stored twice. A tensor is called
+//! its share of what all ranks hold, so that nothing is stored twice. With data parallelism, ranks
+//! that hold the same experts share them out, too. A tensor is called
 //! `model/PATH` or `optimizer/PATH/LEAF`; scalars of the optimizer are tensors without dimensions.
 //! The types are those of training, to the bit. `history/NAME` holds [`RunState::history`].
 //!
@@ -20,9 +21,11 @@
 //! written to. Each file says in its header of which run, step and rank it is, so that files that
 //! were exchanged are found and named.
 //!
-//! On as many ranks as saved it, a run continues bit by bit as if it had not been interrupted; on
-//! another number of ranks, up to the order of additions. Nothing random is drawn after the initial
-//! weights, and learning rates follow from the step, so neither has a state to be kept. The planners
+//! On the ranks that saved it, in the same groups, a run continues bit by bit as if it had not been
+//! interrupted; on another number of ranks or in other groups, up to the order of additions. No rank
+//! has a state of its own to be kept: nothing random is drawn after the initial weights, learning
+//! rates follow from the step, and what a rank reads of the data follows from the position, which is
+//! of all ranks together and stands in the header of each file. The planners
 //! `eplb` and `eplb-hierarchical` remember past loads, which is not kept: with them, too, the order
 //! of additions may differ in the first steps.
 

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn_moe::comm::{Key, Op};
-use burn_moe::parallel::ExpertParallel;
+use burn_moe::parallel::Mesh;
 
 use super::collect::Collect;
 use super::error::{StateError, io};
@@ -34,8 +34,8 @@ pub(super) fn key(step: u64, part: u32) -> Key {
 }
 
 impl StateFolder {
-    /// Saves a checkpoint, and then removes those that are too old; all ranks call it with the same
-    /// state, and all return when it is complete. `progress` is told how many bytes this rank has
+    /// Saves a checkpoint, and then removes those that are too old; all ranks of `mesh` call it with the
+    /// same state, and all return when it is complete. `progress` is told how many bytes this rank has
     /// written, and how many it has to.
     ///
     /// Returns the checkpoint's folder.
@@ -48,7 +48,7 @@ impl StateFolder {
     pub fn save(
         &self,
         snapshot: Snapshot<'_>,
-        ep: &ExpertParallel,
+        mesh: &Mesh,
         progress: &dyn Fn(u64, u64),
     ) -> Result<PathBuf, StateError> {
         let Snapshot {
@@ -57,7 +57,7 @@ impl StateFolder {
             model,
             optimizer,
         } = snapshot;
-        let comm = ep.comm().as_ref();
+        let comm = mesh.world().as_ref();
         let (rank, ranks) = (comm.rank(), comm.size());
         let folder = self.step_folder(state.step);
         if rank == 0 {
@@ -73,10 +73,10 @@ impl StateFolder {
             ..state.clone()
         };
 
-        let experts = ep.local_experts(config.num_experts);
+        let experts = mesh.local_experts(config.num_experts);
         let experts = experts.map_err(ModelError::from)?;
         let leaves = optimizer::leaves(optimizer)?;
-        let mut collect = Collect::new(experts, rank, ranks, leaves);
+        let mut collect = Collect::new(mesh, experts, leaves);
         model.visit(&mut collect);
         if let Some(error) = collect.error {
             return Err(error);
@@ -98,9 +98,8 @@ impl StateFolder {
         if rank == 0 {
             let shards = entries.iter().map(|text| serde_json::from_slice(text));
             let shards: Vec<ShardEntry> = shards.collect::<Result<_, _>>().map_err(json)?;
-            let text = Manifest::new(state, config, shards)
-                .to_text()
-                .map_err(json)?;
+            let manifest = Manifest::new(state, config, mesh.ep().size(), shards);
+            let text = manifest.to_text().map_err(json)?;
             self.complete(&folder, &text)?;
             self.prune()?;
         }

@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_moe::comm::{Communicator, RankOptions, run_ranks};
-use burn_moe::parallel::{ExpertParallel, ParallelOptions};
+use burn_moe::parallel::{ExpertParallel, Mesh, ParallelOptions};
 use burn_moe_models::state::{RunState, SavedState, Snapshot, StateError, StateFolder};
 use burn_moe_models::train::OptimizerConfig;
 use burn_moe_models::{Decoder, ModelConfig};
@@ -24,8 +24,17 @@ pub fn device() -> Device {
     Device::flex().autodiff()
 }
 
-pub fn parallel(comm: Arc<dyn Communicator>) -> Arc<ExpertParallel> {
-    ExpertParallel::new(comm, ParallelOptions::default()).unwrap()
+/// Groups of `ep` ranks that share the experts.
+pub fn groups(world: Arc<dyn Communicator>, ep: usize) -> (Mesh, Arc<ExpertParallel>) {
+    let mesh = Mesh::new(world, ep).unwrap();
+    let ep = ExpertParallel::new(mesh.ep().clone(), ParallelOptions::default()).unwrap();
+    (mesh, ep)
+}
+
+/// One group of all ranks.
+pub fn parallel(world: Arc<dyn Communicator>) -> (Mesh, Arc<ExpertParallel>) {
+    let size = world.size();
+    groups(world, size)
 }
 
 pub fn state(run: &str, step: u64) -> RunState {
@@ -44,7 +53,7 @@ pub fn state(run: &str, step: u64) -> RunState {
 
 /// A rank of a run with made-up gradients.
 pub struct Trainee {
-    pub ep: Arc<ExpertParallel>,
+    pub mesh: Mesh,
     pub model: Decoder,
     pub optimizer: ModuleOptimizer,
     pub state: RunState,
@@ -52,7 +61,10 @@ pub struct Trainee {
 
 impl Trainee {
     pub fn new(comm: Arc<dyn Communicator>, run: &str, dtype: DType) -> Self {
-        let ep = parallel(comm);
+        Self::new_in(parallel(comm), run, dtype)
+    }
+
+    pub fn new_in((mesh, ep): (Mesh, Arc<ExpertParallel>), run: &str, dtype: DType) -> Self {
         let model = config()
             .init(&ep, 5, &device())
             .unwrap()
@@ -60,18 +72,24 @@ impl Trainee {
         Self {
             optimizer: OptimizerConfig::default().init(&model).unwrap(),
             model,
-            ep,
+            mesh,
             state: state(run, 0),
         }
     }
 
     pub fn load(comm: Arc<dyn Communicator>, path: &Path) -> Result<Self, StateError> {
-        let ep = parallel(comm);
-        let loaded = SavedState::open(path)?.load(&config(), &ep, &device(), QUIET)?;
+        Self::load_in(parallel(comm), path)
+    }
+
+    pub fn load_in(
+        (mesh, ep): (Mesh, Arc<ExpertParallel>),
+        path: &Path,
+    ) -> Result<Self, StateError> {
+        let loaded = SavedState::open(path)?.load(&config(), &ep, &mesh, &device(), QUIET)?;
         let optimizer = OptimizerConfig::default().init(&loaded.model).unwrap();
         let restored = loaded.optimizer(optimizer)?;
         Ok(Self {
-            ep,
+            mesh,
             model: restored.model,
             optimizer: restored.optimizer,
             state: restored.state,
@@ -81,7 +99,7 @@ impl Trainee {
     pub fn step(&mut self) {
         let mut made = MadeUp {
             path: Vec::new(),
-            first_expert: self.ep.local_experts(config().num_experts).unwrap().start,
+            first_expert: self.mesh.local_experts(config().num_experts).unwrap().start,
             experts: false,
             step: self.state.step,
             grads: GradientsParams::new(),
@@ -98,14 +116,14 @@ impl Trainee {
             model: &self.model,
             optimizer: &self.optimizer,
         };
-        folder.save(snapshot, &self.ep, QUIET).map(|_| ())
+        folder.save(snapshot, &self.mesh, QUIET).map(|_| ())
     }
 
     /// The bytes of every parameter, experts by their global ids.
     pub fn weights(&self) -> BTreeMap<String, Vec<u8>> {
         let mut dump = Dump {
             path: Vec::new(),
-            first_expert: self.ep.local_experts(config().num_experts).unwrap().start,
+            first_expert: self.mesh.local_experts(config().num_experts).unwrap().start,
             experts: false,
             weights: BTreeMap::new(),
         };

@@ -290,10 +290,15 @@ fn another_model_other_settings_another_optimizer() {
     assert_eq!(refused(more.into()), ["--clip", "not set", "1"]);
 
     run_ranks(1, RankOptions::default(), |comm| {
-        let ep = parallel(comm);
-        let error = opened.load(&other, &ep, &device(), QUIET).err().unwrap();
+        let (mesh, ep) = parallel(comm);
+        let error = opened
+            .load(&other, &ep, &mesh, &device(), QUIET)
+            .err()
+            .unwrap();
         assert_names(&error.to_string(), &["config.num_experts"]);
-        let loaded = opened.load(&config(), &ep, &device(), QUIET).unwrap();
+        let loaded = opened
+            .load(&config(), &ep, &mesh, &device(), QUIET)
+            .unwrap();
         // Plain AdamW names its moments otherwise.
         let error = loaded.optimizer(AdamWConfig::new().init()).err().unwrap();
         assert_names(

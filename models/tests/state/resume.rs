@@ -39,12 +39,12 @@ fn train(
         let mut trainee = match &newest {
             Some(path) => Trainee::load(comm.clone(), path).map_err(of_rank)?,
             None => {
-                let ep = parallel(comm.clone());
+                let (mesh, ep) = parallel(comm.clone());
                 let model = config().init(&ep, 1, &device())?;
                 Trainee {
                     optimizer: OptimizerConfig::default().init(&model)?,
                     model,
-                    ep,
+                    mesh,
                     state: state("real", 0),
                 }
             }

@@ -1,18 +1,18 @@
-//! Messages over MPI: all of its unsafe calls are here.
+//! Messages over MPI.
 //!
 //! The MPI library is used with `MPI_THREAD_SERIALIZED`: whoever holds the [`Engine`] (behind a mutex) may call. No call
-//! blocks but those of [`start`] and [`Engine::finalize`], in which every rank takes part.
+//! blocks but those of [`start`](super::start::start), [`Engine::broadcast`] and [`Engine::finalize`], in which every rank
+//! takes part.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::mem::MaybeUninit;
-use std::ptr;
 
 use bytes::Bytes;
 use mpi::environment::Universe;
 use mpi::ffi;
-use mpi::{Threading, initialize_with_threading};
 
+use super::requests::{Failure, Requests, ok};
 use crate::comm::Key;
 use crate::comm::wire::{HEADER, Header};
 
@@ -25,10 +25,6 @@ const INLINE: usize = 3 << 10;
 
 /// Most bytes of one message, as MPI's counts are 32 bits wide.
 const CHUNK: usize = 1 << 30;
-
-/// What the MPI library said.
-#[derive(Debug, Clone)]
-pub(super) struct Failure(pub String);
 
 /// One rank's messages in flight and what has arrived.
 pub(super) struct Engine {
@@ -70,38 +66,19 @@ struct Arrival {
     pieces_left: usize,
 }
 
-/// Which ranks are on which node, and a text of rank 0 that all have got.
-pub(super) struct Started {
-    pub engine: Engine,
-    /// The lowest rank on the node of each rank.
-    pub nodes: Vec<usize>,
-    pub host: String,
-}
-
-/// Initialises MPI. Every process of the world must call it, once.
-pub(super) fn start() -> Result<Started, Failure> {
-    let (universe, threading) = initialize_with_threading(Threading::Serialized)
-        .ok_or_else(|| Failure("MPI has already been initialised in this process".into()))?;
-    if threading < Threading::Serialized {
-        return Err(Failure(format!(
-            "the MPI library gives threads only {threading:?}, needed is Serialized"
-        )));
-    }
-    let host = mpi::environment::processor_name().map_err(|error| Failure(error.to_string()))?;
-    // SAFETY: MPI is initialised; all out-pointers are to initialised locals that outlive the calls.
-    unsafe {
-        let mut comm = ffi::RSMPI_COMM_NULL;
-        ok(ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, &mut comm))?;
-        ok(ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN))?;
-        let (mut rank, mut size) = (0, 0);
-        ok(ffi::MPI_Comm_rank(comm, &mut rank))?;
-        ok(ffi::MPI_Comm_size(comm, &mut size))?;
-        let nodes = nodes(comm, rank, size)?;
-        let mut engine = Engine {
+impl Engine {
+    /// The engine of `rank` of the `size` ranks of `comm`, which is its own and returns errors.
+    pub fn new(
+        universe: Universe,
+        comm: ffi::MPI_Comm,
+        rank: usize,
+        size: usize,
+    ) -> Result<Self, Failure> {
+        let mut engine = Self {
             comm,
             universe: Some(universe),
-            rank: rank as usize,
-            size: size as usize,
+            rank,
+            size,
             sends: Requests::default(),
             pieces: Requests::default(),
             arrivals: HashMap::new(),
@@ -109,55 +86,13 @@ pub(super) fn start() -> Result<Started, Failure> {
             queues: HashMap::new(),
             header: None,
             header_buffer: Box::new([0; HEADER + INLINE]),
-            sent: vec![0; size as usize],
-            received: vec![0; size as usize],
+            sent: vec![0; size],
+            received: vec![0; size],
         };
         engine.await_header()?;
-        Ok(Started {
-            engine,
-            nodes,
-            host,
-        })
+        Ok(engine)
     }
-}
 
-/// The lowest rank that shares memory with each rank.
-///
-/// # Safety
-///
-/// MPI must be initialised and `comm` valid.
-unsafe fn nodes(comm: ffi::MPI_Comm, rank: c_int, size: c_int) -> Result<Vec<usize>, Failure> {
-    // SAFETY: as promised by the caller; the buffers have the announced sizes.
-    unsafe {
-        let mut node = ffi::RSMPI_COMM_NULL;
-        ok(ffi::MPI_Comm_split_type(
-            comm,
-            ffi::RSMPI_COMM_TYPE_SHARED,
-            rank,
-            ffi::RSMPI_INFO_NULL,
-            &mut node,
-        ))?;
-        let mut lowest = rank as u32;
-        let int = ffi::RSMPI_UINT32_T;
-        let first = (&raw mut lowest).cast::<c_void>();
-        ok(ffi::MPI_Bcast(first, 1, int, 0, node))?;
-        let mut all = vec![0u32; size as usize];
-        let gathered = all.as_mut_ptr().cast::<c_void>();
-        ok(ffi::MPI_Allgather(
-            first.cast_const(),
-            1,
-            int,
-            gathered,
-            1,
-            int,
-            comm,
-        ))?;
-        ok(ffi::MPI_Comm_free(&mut node))?;
-        Ok(all.into_iter().map(|rank| rank as usize).collect())
-    }
-}
-
-impl Engine {
     /// Replaces `text`, of at most `N` bytes, by that of rank 0. All ranks call it.
     pub fn broadcast<const N: usize>(&mut self, text: &str) -> Result<String, Failure> {
         let mut buffer = [0u8; N];
@@ -436,73 +371,4 @@ impl Drop for Engine {
             Box::new([0; HEADER + INLINE]),
         ));
     }
-}
-
-/// Requests under way, each with what belongs to it.
-struct Requests<T> {
-    requests: Vec<ffi::MPI_Request>,
-    owners: Vec<T>,
-}
-
-impl<T> Default for Requests<T> {
-    fn default() -> Self {
-        Self {
-            requests: Vec::new(),
-            owners: Vec::new(),
-        }
-    }
-}
-
-impl<T> Requests<T> {
-    fn push(&mut self, request: ffi::MPI_Request, owner: T) {
-        self.requests.push(request);
-        self.owners.push(owner);
-    }
-
-    fn is_empty(&self) -> bool {
-        self.requests.is_empty()
-    }
-
-    /// Takes out what is complete.
-    fn completed(&mut self) -> Result<Vec<T>, Failure> {
-        if self.is_empty() {
-            return Ok(Vec::new());
-        }
-        let mut done: Vec<c_int> = vec![0; self.requests.len()];
-        let mut count = 0;
-        // SAFETY: `done` has a place for each request.
-        unsafe {
-            ok(ffi::MPI_Testsome(
-                self.requests.len() as c_int,
-                self.requests.as_mut_ptr(),
-                &mut count,
-                done.as_mut_ptr(),
-                ffi::RSMPI_STATUSES_IGNORE,
-            ))?;
-        }
-        // Undefined, a negative number, when there is no active request.
-        done.truncate(usize::try_from(count).unwrap_or(0));
-        // From the end, so that the places of the others stay. The order of completion is of no matter.
-        done.sort_unstable_by(|a, b| b.cmp(a));
-        Ok(done
-            .into_iter()
-            .map(|at| {
-                self.requests.swap_remove(at as usize);
-                self.owners.swap_remove(at as usize)
-            })
-            .collect())
-    }
-}
-
-/// The library's own words for an error code.
-fn ok(code: c_int) -> Result<(), Failure> {
-    if code == ffi::MPI_SUCCESS as c_int {
-        return Ok(());
-    }
-    let mut text = vec![0u8; 1024];
-    let mut len = 0;
-    // SAFETY: the buffer is longer than MPI_MAX_ERROR_STRING of any implementation (512 at most).
-    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), ptr::from_mut(&mut len)) };
-    text.truncate(usize::try_from(len).unwrap_or(0));
-    Err(Failure(String::from_utf8_lossy(&text).into_owned()))
 }

@@ -15,8 +15,12 @@
 //! direct copy between processes of a machine is turned off (`OMPI_MCA_btl_vader_single_copy_mechanism=none`, unless
 //! that variable is set), because a copy from a process that has just died would abort the survivor without a word.
 
+mod background;
 mod control;
 mod engine;
+mod leave;
+mod requests;
+mod start;
 
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,15 +29,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use signal_hook::consts::SIGTERM;
 
-use super::clock::{Monotonic, Timing, WorldClock, lock};
+use super::clock::{Monotonic, Timing, WorldClock, clock_methods, lock};
 use super::ranks::{check_options, pool};
-use super::{
-    CommError, Communicator, Key, RankOptions, RankOutcome, RanksError, RanksFailure, Topology,
-};
+use super::{CommError, Communicator, Key, RankOptions, RankOutcome, RanksError, Topology};
+use background::Terminate;
 use control::{Control, Left, Loss};
-use engine::{Engine, Failure};
+use engine::Engine;
+use requests::Failure;
+use start::Started;
 
 /// Runs `f` as this process's rank of the MPI world of `size` processes, and returns what it returned here.
 ///
@@ -78,11 +82,11 @@ pub fn try_run_mpi<R: Send, E: Into<Box<dyn Error + Send + Sync>>>(
         engine: ENGINE,
         message,
     };
-    let engine::Started {
+    let Started {
         engine: mut mpi,
         nodes,
         host,
-    } = engine::start().map_err(|Failure(message)| engine(message))?;
+    } = start::start().map_err(|Failure(message)| engine(message))?;
     let (rank, found) = (mpi.rank, mpi.size);
     if found != size {
         // All ranks find the same, so all take part.
@@ -208,18 +212,19 @@ impl Communicator for MpiCommunicator {
                 return Ok(payload);
             }
             let now = Instant::now();
-            if let Some((loss, sent)) = self.loss(from) {
+            if let Some((loss, on_the_way)) = self.loss(from) {
                 // What was sent before is still delivered.
                 let quiet = now - *quiet_since.get_or_insert(now);
                 if moved {
                     quiet_since = Some(now);
                 }
-                let arrived = sent.is_some_and(|sent| received >= sent);
-                let enough = match sent {
-                    Some(_) => ANNOUNCED.min(self.timeout),
-                    None => UNANNOUNCED.min(self.timeout),
+                let (sent, patience) = match on_the_way {
+                    OnTheWay::Unknown => (None, UNANNOUNCED),
+                    OnTheWay::OfFailed { sent } => (Some(sent), ANNOUNCED),
+                    OnTheWay::OfReturned { sent } => (Some(sent), self.timeout),
                 };
-                if arrived || quiet >= enough {
+                let arrived = sent.is_some_and(|sent| received >= sent);
+                if arrived || quiet >= patience.min(self.timeout) {
                     return Err(self.lost(loss, key));
                 }
             } else if deadline.is_some_and(|deadline| now >= deadline) {
@@ -238,20 +243,21 @@ impl Communicator for MpiCommunicator {
         }
     }
 
-    fn clock(&self) -> Duration {
-        self.clock.read(0)
-    }
-
-    fn pause_clock(&self) {
-        self.clock.pause(0);
-    }
-
-    fn resume_clock(&self) {
-        self.clock.resume(0);
-    }
+    clock_methods!(|own| own.clock.of(0));
 }
 
-/// How long messages of a rank that has left may be on their way: that it announced, and that it did not live to announce.
+/// What may still come from a rank when one has left.
+enum OnTheWay {
+    /// It has not said.
+    Unknown,
+    /// So many messages in all, from a rank that has failed, or left when another had: its process does not stay for long.
+    OfFailed { sent: u64 },
+    /// So many messages in all, from a rank that has returned: its process stays until they have arrived, which takes long
+    /// when they are large.
+    OfReturned { sent: u64 },
+}
+
+/// How long messages of a rank that has failed may be on their way: that it announced, and that it did not live to announce.
 const ANNOUNCED: Duration = Duration::from_secs(1);
 const UNANNOUNCED: Duration = Duration::from_millis(30);
 
@@ -271,19 +277,22 @@ impl MpiCommunicator {
         Ok(())
     }
 
-    /// Why a message of rank `from` may not come, and how many messages that rank sent to this one if it said so.
-    fn loss(&self, from: usize) -> Option<(Loss, Option<u64>)> {
+    /// Why a message of rank `from` may not come, unless it is on its way.
+    fn loss(&self, from: usize) -> Option<(Loss, OnTheWay)> {
         let left = self.control.left(from);
         let sent = left.as_ref().and_then(|left| match left {
             Left::Returned { sent } | Left::Failed { sent, .. } => sent.get(self.rank).copied(),
         });
         if let Some(loss) = self.control.failed() {
-            return Some((loss, sent));
+            let on_the_way = sent.map_or(OnTheWay::Unknown, |sent| OnTheWay::OfFailed { sent });
+            return Some((loss, on_the_way));
         }
         match left {
             Some(Left::Returned { .. }) => {
                 let reason = "returned early".into();
-                Some((Loss { rank: from, reason }, sent))
+                let on_the_way =
+                    sent.map_or(OnTheWay::Unknown, |sent| OnTheWay::OfReturned { sent });
+                Some((Loss { rank: from, reason }, on_the_way))
             }
             _ => None,
         }
@@ -308,216 +317,6 @@ impl MpiCommunicator {
             message,
         }
     }
-
-    /// Starts what runs beside the rank: signs of life, messages that move while it computes, the end on `SIGTERM`.
-    fn run_in_background(self: Arc<Self>, terminate: Arc<AtomicBool>) -> Result<(), RanksError> {
-        let engine = |message| RanksError::Engine {
-            engine: ENGINE,
-            message,
-        };
-        let comm = self.clone();
-        let beats = move || {
-            while !comm.done.load(Ordering::SeqCst) {
-                comm.control.beat();
-                std::thread::sleep(comm.control.interval());
-            }
-        };
-        control::spawn("signs of life".into(), beats).map_err(engine)?;
-        let comm = self.clone();
-        let ends = move || {
-            let mut since: Option<Instant> = None;
-            while !comm.done.load(Ordering::SeqCst) {
-                let told = terminate.load(Ordering::SeqCst);
-                if !told && !comm.unaware_of_loss() {
-                    since = None;
-                } else if since.get_or_insert_with(Instant::now).elapsed() > FAREWELL {
-                    comm.end_now();
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-        };
-        control::spawn("terminate".into(), ends).map_err(engine)?;
-        let comm = self;
-        let moves = move || {
-            while !comm.done.load(Ordering::SeqCst) {
-                let mut engine = lock(&comm.engine);
-                // An error is met again, and reported, by the rank's next operation.
-                let moved = engine.progress().unwrap_or(false);
-                let busy = engine.busy();
-                drop(engine);
-                std::thread::sleep(match (moved, busy) {
-                    (true, _) => Duration::from_micros(20),
-                    (_, true) => Duration::from_micros(100),
-                    _ => Duration::from_millis(1),
-                });
-            }
-        };
-        control::spawn("messages".into(), moves).map_err(engine)
-    }
-
-    /// Whether a rank is lost, and this one computes and does not know.
-    fn unaware_of_loss(&self) -> bool {
-        self.control.failed().is_some()
-            && lock(&self.seen).is_none()
-            && !self.leaving.load(Ordering::SeqCst)
-    }
-
-    /// Ends the process where the rank itself is too busy to.
-    fn end_now(&self) {
-        let last = lock(&self.last).map_or("no operation yet".into(), |key| key.to_string());
-        let rank = self.rank;
-        let (code, what) = match self.control.failed() {
-            Some(Loss { rank: lost, reason }) => (
-                1,
-                format!("rank {lost} {reason}; meanwhile rank {rank} was in {last}"),
-            ),
-            None => (
-                128 + SIGTERM,
-                format!("rank {rank} was told to end (SIGTERM); it was in {last}"),
-            ),
-        };
-        say(&what);
-        signal_hook::low_level::exit(code);
-    }
-
-    /// This rank has returned: waits for the others, then for all messages.
-    fn returned(&self) -> Result<(), RanksError> {
-        let sent = lock(&self.engine).sent.clone();
-        self.control.leave(Left::Returned { sent });
-        let mut pause = Pause::default();
-        // Others may still compute, as long as they give signs of life.
-        while !self.control.all_left() {
-            pause.wait(self.flush()?);
-            self.check_others()?;
-        }
-        let deadline = Instant::now().checked_add(self.timeout);
-        loop {
-            let moved = self.flush()?;
-            self.check_others()?;
-            let engine = lock(&self.engine);
-            let missing = (0..self.size).find(|from| match self.control.left(*from) {
-                Some(Left::Returned { sent }) if *from != self.rank => {
-                    engine.received[*from] < sent[self.rank]
-                }
-                _ => false,
-            });
-            if missing.is_none() && !engine.sending() {
-                break;
-            }
-            drop(engine);
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                let what = missing.map_or("messages to other ranks".into(), |from| {
-                    format!("messages of rank {from}")
-                });
-                return Err(RanksError::Engine {
-                    engine: ENGINE,
-                    message: format!("{what} were still on their way after {:?}", self.timeout),
-                });
-            }
-            pause.wait(moved);
-        }
-        self.finalize()
-    }
-
-    /// Lets messages move, and drops what nobody will ask for.
-    fn flush(&self) -> Result<bool, RanksError> {
-        let mut engine = lock(&self.engine);
-        let moved = engine.progress();
-        engine.discard();
-        moved.map_err(|Failure(message)| RanksError::Engine {
-            engine: ENGINE,
-            message,
-        })
-    }
-
-    fn check_others(&self) -> Result<(), RanksError> {
-        match self.control.failed() {
-            None => Ok(()),
-            Some(loss) => {
-                self.farewell();
-                Err(self.failure(loss, RankOutcome::Returned))
-            }
-        }
-    }
-
-    /// MPI's own end, in which all ranks take part; if one does not, this process ends after the timeout.
-    fn finalize(&self) -> Result<(), RanksError> {
-        let (finished, waiting) = std::sync::mpsc::channel::<()>();
-        let (rank, timeout) = (self.rank, self.timeout);
-        let guard = move || {
-            if waiting.recv_timeout(timeout) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                say(&format!(
-                    "rank {rank} waited {timeout:?} for MPI to end and gave up"
-                ));
-                signal_hook::low_level::exit(1);
-            }
-        };
-        let engine = |message| RanksError::Engine {
-            engine: ENGINE,
-            message,
-        };
-        control::spawn("finalize".into(), guard).map_err(engine)?;
-        // From here on a rank that ends has left in order.
-        self.done.store(true, Ordering::SeqCst);
-        let result = lock(&self.engine).finalize();
-        drop(finished);
-        self.control.close();
-        result.map_err(|Failure(message)| engine(message))
-    }
-
-    /// This rank has failed with `outcome`; `below` is a communicator's error among its sources.
-    fn has_failed(&self, outcome: RankOutcome, below: Option<CommError>) -> RanksError {
-        let failure = RanksFailure::seen_by(self.rank, outcome, below, lock(&self.seen).clone());
-        let reason = match &failure.cause {
-            RankOutcome::Lost(reason) => reason.clone(),
-            cause => cause.to_string(),
-        };
-        let sent = lock(&self.engine).sent.clone();
-        self.control.leave(Left::Failed {
-            lost: failure.rank,
-            reason,
-            sent,
-        });
-        self.farewell();
-        linger_at_exit();
-        RanksError::Failed(Box::new(failure))
-    }
-
-    /// Stays until the others have left too, but not long.
-    fn farewell(&self) {
-        let deadline = Instant::now() + FAREWELL.min(self.timeout);
-        while !self.control.all_left() && Instant::now() < deadline {
-            // What goes wrong now is of no interest any more.
-            let _ = lock(&self.engine).progress();
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    fn failure(&self, loss: Loss, outcome: RankOutcome) -> RanksError {
-        linger_at_exit();
-        let own = loss.rank == self.rank;
-        RanksError::Failed(Box::new(RanksFailure {
-            rank: loss.rank,
-            cause: match own {
-                true => outcome.clone(),
-                false => RankOutcome::Lost(loss.reason),
-            },
-            others: match own {
-                true => Vec::new(),
-                false => vec![(self.rank, outcome)],
-            },
-        }))
-    }
-}
-
-/// Keeps this process a moment longer when it ends: `mpirun` sleeps a second before it kills the others, but each
-/// process that ends cuts its sleep short, and a rank that has not yet said what it knows would never do.
-fn linger_at_exit() {
-    extern "C" fn linger() {
-        std::thread::sleep(FAREWELL);
-    }
-    // SAFETY: the handler touches nothing. Where it cannot be registered, the process just ends sooner.
-    unsafe { libc::atexit(linger) };
 }
 
 /// A line on the standard error, in one piece: all processes share it.
@@ -548,28 +347,5 @@ impl Pause {
                 std::thread::sleep(Duration::from_micros(20 << doubled));
             }
         }
-    }
-}
-
-/// Notes `SIGTERM` as long as it lives; after that the signal ends the process as it usually does.
-struct Terminate {
-    told: Arc<AtomicBool>,
-    over: Arc<AtomicBool>,
-}
-
-impl Terminate {
-    fn watch() -> Result<Self, String> {
-        let (told, over) = (Arc::default(), Arc::default());
-        let failed = |error: std::io::Error| format!("cannot watch for SIGTERM: {error}");
-        signal_hook::flag::register_conditional_default(SIGTERM, Arc::clone(&over))
-            .map_err(failed)?;
-        signal_hook::flag::register(SIGTERM, Arc::clone(&told)).map_err(failed)?;
-        Ok(Self { told, over })
-    }
-}
-
-impl Drop for Terminate {
-    fn drop(&mut self) {
-        self.over.store(true, Ordering::SeqCst);
     }
 }

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::clock::{Monotonic, TimeSource, Timing, WorldClock, lock};
+use super::clock::{Monotonic, TimeSource, Timing, WorldClock, clock_methods, lock};
 use super::ranks::{check_options, pool};
 use super::wire::{HEADER, Header};
 use super::{CommError, Communicator, Key, Op, RankOptions, RankOutcome, RanksError, RanksFailure};
@@ -331,17 +331,7 @@ impl Communicator for TcpCommunicator {
         }
     }
 
-    fn clock(&self) -> Duration {
-        self.clock.read(0)
-    }
-
-    fn pause_clock(&self) {
-        self.clock.pause(0);
-    }
-
-    fn resume_clock(&self) {
-        self.clock.resume(0);
-    }
+    clock_methods!(|own| own.clock.of(0));
 }
 
 fn spawn(name: String, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
