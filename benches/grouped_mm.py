@@ -11,7 +11,10 @@ import json
 import statistics
 import sys
 
-import torch
+if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
+    sys.exit(__doc__)
+
+import torch  # noqa: E402
 
 
 def seconds(run):
@@ -76,8 +79,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit(__doc__)
     if not torch.cuda.is_available():
         sys.exit("grouped_mm.py: torch finds no CUDA device")
     if not hasattr(torch, "_grouped_mm"):

@@ -268,16 +268,20 @@ impl TileSpec {
             _ => 16,
         };
         let most = |rows_of_units: usize| rows_of_units.min(rows);
-        vec![
+        let mut specs = vec![
             spec(256, most(16), block, 16, 2),
             spec(256, most(16), block, 16, 1),
             spec(64, most(8), block, 16, 2),
             spec(64, most(8), block, 16, 1),
             spec(128, most(8), block, 16, 2),
             spec(256, most(16), block, 8, 2),
-            spec(128, most(8), wide, 16, 2),
-            spec(256, most(16), wide, 8, 2),
-        ]
+        ];
+        // With few rows, what a unit stages of so many columns would not fit into registers.
+        if rows > 2 {
+            specs.push(spec(128, most(8), wide, 16, 2));
+            specs.push(spec(256, most(16), wide, 8, 2));
+        }
+        specs
     }
 
     /// First a wide register block for each core, side by side; what is staged stays in the core's
