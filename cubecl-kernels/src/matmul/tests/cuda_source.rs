@@ -140,10 +140,10 @@ fn problems(dtype: ElemType, rows: usize) -> [Problem; 4] {
 
 /// Each tile once with the plain product, and each other product with the fixed tiles: translating
 /// takes a second.
-fn selection(dtype: ElemType) -> Vec<(Problem, TileSpec)> {
+fn selection(kind: FloatKind, rows: &[usize]) -> Vec<(Problem, TileSpec)> {
     let mut selected: Vec<(Problem, TileSpec)> = Vec::new();
-    for rows in [16, 64, 512] {
-        for problem in problems(dtype, rows) {
+    for rows in rows {
+        for problem in problems(ElemType::Float(kind), *rows) {
             let specs = candidates(&problem);
             let count = match problem.product {
                 Product::Forward => specs.len(),
@@ -187,14 +187,14 @@ fn f16_multiplies_on_tensor_cores() {
 
 #[test]
 fn bf16_multiplies_on_tensor_cores() {
-    let kernels = selection(ElemType::Float(FloatKind::BF16));
+    let kernels = selection(FloatKind::BF16, &[16, 512]);
     check_tensor_cores(kernels, "__nv_bfloat16");
 }
 
 /// f32 has no exact tensor cores: registers, and vectors of 16 bytes.
 #[test]
 fn f32_multiplies_in_registers_with_vector_loads() {
-    for (problem, spec) in selection(ElemType::Float(FloatKind::F32)) {
+    for (problem, spec) in selection(FloatKind::F32, &[512]) {
         assert!(!spec.uses_fragments());
         let source = source(problem, spec);
         assert!(!source.contains("mma_sync"));
