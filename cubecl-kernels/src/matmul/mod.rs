@@ -9,8 +9,9 @@
 //! A fixed grid of cubes (as many as the device runs at once) draws tiles from a counter until none
 //! are left, so a device stays full however uneven the experts are, and no cube waits for another.
 //! Each element is the sum over the depth in ascending order, in f32, computed by one cube: the
-//! same row gives the same bits whatever the other rows are, as long as the same kernel is chosen
-//! (tensor cores or registers, which depends on the device and the element type only).
+//! same row gives the same bits whatever the other rows are, and whatever the tile: which one is
+//! used is a matter of speed ([`Tiling`]). Only tensor cores and registers differ in bits, and which
+//! of them computes depends on the device and the element type alone.
 //!
 //! Element types: f32, and f16 and bf16 where the runtime has them; all tensors of a call share
 //! one. f16 and bf16 run on tensor cores where the device offers 16 by 16 by 16 fragments.
@@ -22,6 +23,7 @@ mod multiply;
 mod problem;
 mod stage;
 mod tile;
+mod tune;
 mod view;
 
 #[cfg(all(test, feature = "runtime"))]
@@ -29,6 +31,7 @@ mod tests;
 
 pub use activation::swiglu_backward;
 pub use problem::Problem;
+pub use tune::Tiling;
 
 pub(crate) use kernel::Fault;
 pub(crate) use launch::Prepared;
@@ -131,7 +134,7 @@ pub fn grouped_matmul(
     offsets: &DeviceTensor,
 ) -> Result<DeviceTensor, KernelError> {
     let problem = Problem::matmul(client, x, weights, offsets)?;
-    launch::run(client, &problem);
+    problem.run(client, Tiling::default());
     Ok(problem.out)
 }
 
@@ -147,7 +150,7 @@ pub fn grouped_matmul_data_grad(
     offsets: &DeviceTensor,
 ) -> Result<DeviceTensor, KernelError> {
     let problem = Problem::data_grad(client, grad, weights, offsets)?;
-    launch::run(client, &problem);
+    problem.run(client, Tiling::default());
     Ok(problem.out)
 }
 
@@ -167,7 +170,7 @@ pub fn grouped_matmul_weight_grad(
     out: &ExpertWeights,
 ) -> Result<(), KernelError> {
     let problem = Problem::weight_grad(client, x, grad, offsets, out)?;
-    launch::run(client, &problem);
+    problem.run(client, Tiling::default());
     Ok(())
 }
 
@@ -185,7 +188,7 @@ pub fn grouped_swiglu(
     offsets: &DeviceTensor,
 ) -> Result<SwiGlu, KernelError> {
     let problem = Problem::swiglu(client, x, gate_up, offsets)?;
-    launch::run(client, &problem);
+    problem.run(client, Tiling::default());
     let Problem {
         out, out_second, ..
     } = problem;

@@ -2,14 +2,15 @@ use cubecl::{
     client::Client,
     ir::{AddressType, DeviceProperties},
 };
+use serde::{Deserialize, Serialize};
 
 use super::tile::{TileSpec, vector_size};
 use crate::{DeviceTensor, ExpertWeights, KernelError, check};
 
 /// A grouped product that is ready to run: checked arguments and allocated outputs.
 ///
-/// The operations of [`matmul`](crate::matmul) make and run one at once; a
-/// [`TileQueue`](crate::queue::TileQueue) runs two together.
+/// The operations of [`matmul`](crate::matmul) make and [`run`](Self::run) one at once; a
+/// [`TileQueue`](crate::queue::TileQueue) runs two together, with the fixed tile of the urgent one.
 #[derive(Debug, Clone)]
 pub struct Problem {
     pub(crate) product: Product,
@@ -25,7 +26,7 @@ pub struct Problem {
 }
 
 /// Which product, and so which dimension is walked: see [`Sizes`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Product {
     /// `x [N, K] * w[e] [K, M]`.
     Forward,

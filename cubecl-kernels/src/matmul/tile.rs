@@ -164,94 +164,149 @@ impl TileSpec {
         stage * self.buffers + scratch + 512
     }
 
-    /// A spec for products whose contiguous dimensions all divide by `vector` and whose experts
-    /// have `mean_rows` rows on average.
+    /// The first of [`candidates`](Self::candidates): what is used without measuring.
     pub fn choose(
         properties: &DeviceProperties,
         dtype: ElemType,
         mean_rows: usize,
         vector: usize,
     ) -> Self {
-        let hardware = &properties.hardware;
-        Self::candidates(properties, dtype, mean_rows, vector)
-            .into_iter()
-            .find(|spec| {
-                spec.units() <= hardware.max_units_per_cube as usize
-                    && spec.shared_bytes(dtype) <= hardware.max_shared_memory_size
-            })
-            .unwrap_or(Self::smallest(vector))
+        Self::candidates(properties, dtype, mean_rows, vector)[0]
     }
 
-    /// From the most to the least demanding.
-    fn candidates(
+    /// Tiles that the device runs, at least one, for products whose contiguous dimensions all
+    /// divide by `vector` and whose experts have `mean_rows` rows on average.
+    ///
+    /// All of them give the same bits: they have one vector size and one engine, and every engine
+    /// adds up an element in the order of the depth, in steps that do not depend on the tile.
+    pub fn candidates(
         properties: &DeviceProperties,
         dtype: ElemType,
         mean_rows: usize,
         vector: usize,
-    ) -> Vec<TileSpec> {
+    ) -> Vec<Self> {
         let hardware = &properties.hardware;
-        if let Some(cores) = hardware.num_cpu_cores {
-            return vec![Self::cpu(cores as usize, vector)];
-        }
+        let wanted = if let Some(cores) = hardware.num_cpu_cores {
+            Self::for_cpu(cores as usize, vector)
+        } else if has_fragments(properties, dtype) {
+            Self::with_fragments(hardware, mean_rows, vector)
+        } else {
+            Self::with_registers(mean_rows, vector)
+        };
         let mut specs = Vec::new();
-        if has_fragments(properties, dtype) {
-            specs.extend([2, 1].map(|buffers| TileSpec {
-                vector,
-                depth: 32,
-                buffers,
-                engine: fragments(hardware, mean_rows),
-            }));
-        }
-        // Eight rows and at least eight columns a unit; few rows leave the units to the columns.
-        let (vectors_m, vectors_n) = match vector {
-            1 => (4, 4),
-            2 => (4, 4),
-            4 => (2, 2),
-            _ => (1, 2),
-        };
-        let most = match mean_rows {
-            0..=16 => 2,
-            17..=64 => 8,
-            _ => 16,
-        };
-        for units in [256, 64] {
-            for buffers in [2, 1] {
-                let units_m = most.min(if units == 256 { 16 } else { 8 });
-                specs.push(TileSpec {
-                    vector,
-                    depth: 16,
-                    buffers,
-                    engine: Engine::Registers {
-                        units_m,
-                        units_n: units / units_m,
-                        vectors_m,
-                        vectors_n,
-                    },
-                });
+        for spec in wanted {
+            let fits = spec.units() <= hardware.max_units_per_cube as usize
+                && spec.shared_bytes(dtype) <= hardware.max_shared_memory_size;
+            if fits && !specs.contains(&spec) {
+                specs.push(spec);
             }
+        }
+        if specs.is_empty() {
+            specs.push(Self::smallest(vector));
         }
         specs
     }
 
-    /// A wide register block for each core; what is staged stays in the core's own cache.
-    fn cpu(cores: usize, vector: usize) -> TileSpec {
+    /// First tiles of 128 columns, and of as many rows as an expert has on average, from 32 to
+    /// 128; then others, which may be faster on one device or another.
+    fn with_fragments(
+        hardware: &HardwareProperties,
+        mean_rows: usize,
+        vector: usize,
+    ) -> Vec<TileSpec> {
+        let spec = |(planes_m, planes_n, fragments_m, fragments_n), depth, buffers| TileSpec {
+            vector,
+            depth,
+            buffers,
+            engine: Engine::Fragments {
+                plane: hardware.plane_size_max as usize,
+                planes_m,
+                planes_n,
+                fragments_m,
+                fragments_n,
+            },
+        };
+        let (low, middle, high) = ((1, 4, 2, 2), (2, 2, 2, 4), (4, 2, 2, 4));
+        let (first, others) = match mean_rows {
+            // Columns by 256 with few rows; loads are uneven, so some experts have many more.
+            0..=32 => (low, [(1, 4, 2, 4), middle]),
+            33..=64 => (middle, [low, (2, 4, 2, 4)]),
+            // 64 by 64 a plane: fewest reads of shared memory, most registers.
+            _ => (high, [(2, 2, 4, 4), (2, 4, 4, 4)]),
+        };
+        let mut specs = vec![spec(first, 32, 2), spec(first, 32, 1), spec(first, 64, 2)];
+        for other in others {
+            specs.extend([spec(other, 32, 2), spec(other, 64, 2)]);
+        }
+        specs
+    }
+
+    /// First eight rows and at least eight columns a unit, over as many units as fit; then others,
+    /// which may be faster on one device or another. Few rows leave the units to the columns.
+    fn with_registers(mean_rows: usize, vector: usize) -> Vec<TileSpec> {
+        let spec = |units: usize, units_m, (vectors_m, vectors_n), depth, buffers| TileSpec {
+            vector,
+            depth,
+            buffers,
+            engine: Engine::Registers {
+                units_m,
+                units_n: units / units_m,
+                vectors_m,
+                vectors_n,
+            },
+        };
+        let (block, wide) = match vector {
+            1 => ((4, 4), (4, 8)),
+            2 => ((4, 4), (2, 8)),
+            4 => ((2, 2), (2, 4)),
+            // A wider block would not fit into registers.
+            _ => ((1, 2), (1, 2)),
+        };
+        let rows = match mean_rows {
+            0..=16 => 2,
+            17..=64 => 8,
+            _ => 16,
+        };
+        let most = |rows_of_units: usize| rows_of_units.min(rows);
+        let mut specs = vec![
+            spec(256, most(16), block, 16, 2),
+            spec(256, most(16), block, 16, 1),
+            spec(64, most(8), block, 16, 2),
+            spec(64, most(8), block, 16, 1),
+            spec(128, most(8), block, 16, 2),
+            spec(256, most(16), block, 8, 2),
+        ];
+        // With few rows, what a unit stages of so many columns would not fit into registers.
+        if rows > 2 {
+            specs.push(spec(128, most(8), wide, 16, 2));
+            specs.push(spec(256, most(16), wide, 8, 2));
+        }
+        specs
+    }
+
+    /// First a wide register block for each core, side by side; what is staged stays in the core's
+    /// own cache.
+    fn for_cpu(cores: usize, vector: usize) -> Vec<TileSpec> {
         let (vectors_m, vectors_n) = match vector {
             1 => (4, 4),
             2 => (2, 4),
             4 => (1, 4),
             _ => (1, 2),
         };
-        TileSpec {
-            vector,
-            depth: 128,
-            buffers: 1,
-            engine: Engine::Registers {
-                units_m: 1,
-                units_n: cores.max(1),
-                vectors_m,
-                vectors_n,
-            },
-        }
+        let cores = cores.max(1);
+        [(1, cores, 128), (cores, 1, 128), (1, cores, 256)]
+            .map(|(units_m, units_n, depth)| TileSpec {
+                vector,
+                depth,
+                buffers: 1,
+                engine: Engine::Registers {
+                    units_m,
+                    units_n,
+                    vectors_m,
+                    vectors_n,
+                },
+            })
+            .into()
     }
 
     /// What any device runs: 16 units.
@@ -300,20 +355,4 @@ fn has_fragments(properties: &DeviceProperties, dtype: ElemType) -> bool {
             n: FRAGMENT as u32,
             k: FRAGMENT as u32,
         })
-}
-
-/// Tiles of 128 columns, and of as many rows as an expert has on average, from 32 to 128.
-fn fragments(hardware: &HardwareProperties, mean_rows: usize) -> Engine {
-    let (planes_m, planes_n, fragments_m, fragments_n) = match mean_rows {
-        0..=32 => (1, 4, 2, 2),
-        33..=64 => (2, 2, 2, 4),
-        _ => (4, 2, 2, 4),
-    };
-    Engine::Fragments {
-        plane: hardware.plane_size_max as usize,
-        planes_m,
-        planes_n,
-        fragments_m,
-        fragments_n,
-    }
 }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub mod grouped;
+
 use cubecl::{CubeElement, Device, client::Client, features::TypeUsage};
 use half::{bf16, f16};
 

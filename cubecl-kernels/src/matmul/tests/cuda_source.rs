@@ -25,7 +25,7 @@ use super::super::{
 use crate::{DeviceTensor, common, queue::Words};
 
 /// What CubeCL's CUDA runtime tells of a device of compute capability 9.0.
-fn hopper() -> DeviceProperties {
+pub(super) fn hopper() -> DeviceProperties {
     let arch = CudaArchitecture {
         version: 90,
         tensor_cores: true,
@@ -61,17 +61,26 @@ fn hopper() -> DeviceProperties {
     properties
 }
 
-/// CUDA source of the kernel that would run `problem`, and its tile.
-fn source(problem: Problem) -> (String, TileSpec) {
-    let client = common::client();
+/// Tiles that such a device may be tuned to.
+fn candidates(problem: &Problem) -> Vec<TileSpec> {
     let properties = hopper();
-    let dtype = problem.lhs.dtype();
     let vector = problem.vector_size(&properties);
-    let spec = TileSpec::choose(&properties, dtype, problem.mean_rows(), vector);
+    TileSpec::candidates(
+        &properties,
+        problem.lhs.dtype(),
+        problem.mean_rows(),
+        vector,
+    )
+}
+
+/// CUDA source of the kernel that would run `problem`.
+fn source(problem: Problem, spec: TileSpec) -> String {
+    let client = common::client();
+    let dtype = problem.lhs.dtype();
     let words = Words::new(&client);
     let prepared = Prepared::new(&client, problem, spec, &words, 0, Fault::None);
     let kernel = persistent_kernel::create_dummy_kernel(
-        Arc::new(properties),
+        Arc::new(hopper()),
         Arc::new(TargetProperties::default()),
         CubeCount::new_1d(132),
         CubeDim::new_1d(spec.units() as u32),
@@ -90,7 +99,7 @@ fn source(problem: Problem) -> (String, TileSpec) {
     let compiled = CppCompiler::<Cuda>::default()
         .compile(definition, &CompilationOptions::default())
         .unwrap();
-    (compiled.source, spec)
+    compiled.source
 }
 
 /// The four products, of two experts with `rows` rows. Made by hand, because the client's device
@@ -129,40 +138,65 @@ fn problems(dtype: ElemType, rows: usize) -> [Problem; 4] {
     })
 }
 
-fn check_tensor_cores(kind: FloatKind, element: &str) {
-    for rows in [16, 64, 512] {
-        for problem in problems(ElemType::Float(kind), rows) {
-            let (source, spec) = source(problem);
-            assert!(spec.uses_fragments(), "{spec:?}");
-            for wanted in [
-                format!("wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, {element}"),
-                format!("wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, {element}"),
-                "wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float".into(),
-                "wmma::mma_sync".into(),
-            ] {
-                assert!(source.contains(&wanted), "no {wanted} in\n{source}");
+/// Each tile once with the plain product, and each other product with the fixed tiles: translating
+/// takes a second.
+fn selection(kind: FloatKind, rows: &[usize]) -> Vec<(Problem, TileSpec)> {
+    let mut selected: Vec<(Problem, TileSpec)> = Vec::new();
+    for rows in rows {
+        for problem in problems(ElemType::Float(kind), *rows) {
+            let specs = candidates(&problem);
+            let count = match problem.product {
+                Product::Forward => specs.len(),
+                _ => 1,
+            };
+            for spec in specs.into_iter().take(count) {
+                let seen = |(other, with): &(Problem, TileSpec)| {
+                    other.product == problem.product && *with == spec
+                };
+                if !selected.iter().any(seen) {
+                    selected.push((problem.clone(), spec));
+                }
             }
+        }
+    }
+    selected
+}
+
+fn check_tensor_cores(kernels: Vec<(Problem, TileSpec)>, element: &str) {
+    for (problem, spec) in kernels {
+        assert!(spec.uses_fragments(), "{spec:?}");
+        let source = source(problem, spec);
+        for wanted in [
+            format!("wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, {element}"),
+            format!("wmma::fragment<nvcuda::wmma::matrix_b, 16, 16, 16, {element}"),
+            "wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float".into(),
+            "wmma::mma_sync".into(),
+        ] {
+            assert!(source.contains(&wanted), "no {wanted} in\n{source}");
         }
     }
 }
 
+/// The same kernel with another type: the fixed tile of one product will do.
 #[test]
 fn f16_multiplies_on_tensor_cores() {
-    check_tensor_cores(FloatKind::F16, "__half");
+    let [problem, ..] = problems(ElemType::Float(FloatKind::F16), 64);
+    let spec = candidates(&problem)[0];
+    check_tensor_cores(vec![(problem, spec)], "__half");
 }
 
 #[test]
 fn bf16_multiplies_on_tensor_cores() {
-    check_tensor_cores(FloatKind::BF16, "__nv_bfloat16");
+    let kernels = selection(FloatKind::BF16, &[16, 512]);
+    check_tensor_cores(kernels, "__nv_bfloat16");
 }
 
 /// f32 has no exact tensor cores: registers, and vectors of 16 bytes.
 #[test]
 fn f32_multiplies_in_registers_with_vector_loads() {
-    for problem in problems(ElemType::Float(FloatKind::F32), 64) {
-        let (source, spec) = source(problem);
+    for (problem, spec) in selection(FloatKind::F32, &[512]) {
         assert!(!spec.uses_fragments());
-        assert_eq!(spec.buffers, 2);
+        let source = source(problem, spec);
         assert!(!source.contains("mma_sync"));
         assert!(source.contains("fma"), "no fma in\n{source}");
         assert!(source.contains("float_4"), "no vectors in\n{source}");
