@@ -114,6 +114,8 @@ fn check_cuda() -> bool {
     };
     let packages = ["cubecl-kernels", "burn-moe", "burn-moe-tests"];
     let mut arguments = with_features(&packages, &["cuda"]);
+    let linked = ["burn-moe", "burn-moe-tests", "burn-moe-examples"];
+    arguments.extend(with_features(&linked, &["nccl"]));
     arguments.extend(["--all-targets", "--", "-D", "warnings"].map(String::from));
     cargo("clippy", &[], &arguments, &llvm.environment(true))
 }
@@ -191,6 +193,17 @@ fn cargo(
     environment: &[(&'static str, OsString)],
 ) -> bool {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    // What `cargo run` tells this program about itself, build scripts would take for theirs: they
+    // would run again, and all that depends on them, whenever cargo is run in another way.
+    for (name, _) in std::env::vars_os() {
+        let own = ["CARGO_MANIFEST_", "CARGO_PKG_"];
+        if own
+            .iter()
+            .any(|own| name.to_string_lossy().starts_with(own))
+        {
+            command.env_remove(name);
+        }
+    }
     command
         .arg(task)
         .args(fixed)
