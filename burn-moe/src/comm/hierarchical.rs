@@ -82,6 +82,15 @@ impl Communicator for Routed {
         exchange_over(&*self.inner, &self.topology, key, parts)
     }
 
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        self.inner.check(key)
+    }
+
+    #[cfg(any(test, feature = "nccl"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        self.inner.device_link()
+    }
+
     fn clock(&self) -> Duration {
         self.inner.clock()
     }

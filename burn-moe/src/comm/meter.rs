@@ -96,6 +96,15 @@ impl Communicator for Meter {
         })
     }
 
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        self.inner.check(key)
+    }
+
+    #[cfg(any(test, feature = "nccl"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        self.inner.device_link()
+    }
+
     fn clock(&self) -> Duration {
         self.inner.clock()
     }

@@ -22,6 +22,8 @@ mod local;
 mod meter;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(any(test, feature = "nccl"))]
+pub mod nccl;
 mod outcome;
 mod ranks;
 #[cfg(feature = "tcp")]

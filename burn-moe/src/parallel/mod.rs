@@ -16,6 +16,8 @@ mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
+#[cfg(any(test, feature = "nccl"))]
+pub(crate) mod hops;
 #[cfg(feature = "autodiff")]
 mod mesh;
 
