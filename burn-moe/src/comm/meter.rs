@@ -9,7 +9,8 @@ use bytes::Bytes;
 use super::clock::lock;
 use super::{CommError, Communicator, Key, Op, Topology};
 
-/// A communicator that measures: bytes to other ranks and time by operation.
+/// A communicator that measures: bytes to other ranks and time by operation. What travels over a link between devices is
+/// not among it; the link counts that itself.
 pub struct Meter {
     inner: Arc<dyn Communicator>,
     traffic: Mutex<BTreeMap<Op, Traffic>>,

@@ -117,7 +117,7 @@ pub enum NcclError {
         after: Duration,
     },
     /// A rank was lost or too late while the link was made.
-    #[error(transparent)]
+    #[error("while the GPUs were linked: {0}")]
     Comm(#[from] CommError),
 }
 

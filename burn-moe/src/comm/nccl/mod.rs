@@ -26,8 +26,10 @@
 //! - Weights: those of a layer are posted when its plan is known, before its rows, and waited for before the next layer;
 //!   in the backward pass before the rows' gradients; the gradients of replicas follow when the layer's experts are done.
 //!
-//! What a rank sends and what it receives in one such step is one grouped call, so neither waits behind the other. And
-//! nothing is taken on trust: each exchange is announced to every rank it concerns, over the communicator, with its key,
+//! What a rank sends and what it receives in one such step is one grouped call, so neither waits behind the other; and as all
+//! this is begun by the rank's own thread, all ranks begin what is under way on both in one order, which NCCL asks for.
+//!
+//! Nothing is taken on trust: each exchange is announced to every rank it concerns, over the communicator, with its key,
 //! its place in the order and its bytes, and compared before the result is used. That costs a message of 24 bytes to each
 //! of these ranks, on its way while the device works.
 //!
