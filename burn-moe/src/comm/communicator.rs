@@ -52,7 +52,7 @@ pub trait Communicator: Send + Sync {
     }
 
     /// A way between the devices of the ranks beside this communicator, where there is one.
-    #[cfg(any(test, feature = "nccl"))]
+    #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         None
     }

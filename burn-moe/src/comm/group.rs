@@ -42,7 +42,7 @@ fn group(
         parent: comm.clone(),
         rank: rank.expect("a rank has the color that it gave"),
         topology: Topology::from_domains(ranks.iter().map(|r| topology.domain(*r)).collect()),
-        #[cfg(any(test, feature = "nccl"))]
+        #[cfg(any(test, feature = "link"))]
         link: comm.device_link().map(|link| link.of_group(&ranks)),
         ranks,
         number: number(key, color),
@@ -56,7 +56,7 @@ struct Group {
     /// The members, as the parent numbers them.
     ranks: Vec<usize>,
     number: u64,
-    #[cfg(any(test, feature = "nccl"))]
+    #[cfg(any(test, feature = "link"))]
     link: Option<super::nccl::Link>,
 }
 
@@ -111,7 +111,7 @@ impl Communicator for Group {
         self.parent.check(self.key(key))
     }
 
-    #[cfg(any(test, feature = "nccl"))]
+    #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         self.link.as_ref()
     }

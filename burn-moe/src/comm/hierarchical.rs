@@ -86,7 +86,7 @@ impl Communicator for Routed {
         self.inner.check(key)
     }
 
-    #[cfg(any(test, feature = "nccl"))]
+    #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         self.inner.device_link()
     }

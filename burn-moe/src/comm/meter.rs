@@ -101,7 +101,7 @@ impl Communicator for Meter {
         self.inner.check(key)
     }
 
-    #[cfg(any(test, feature = "nccl"))]
+    #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         self.inner.device_link()
     }

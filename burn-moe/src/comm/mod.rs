@@ -23,7 +23,7 @@ mod local;
 mod meter;
 #[cfg(feature = "mpi")]
 pub mod mpi;
-#[cfg(any(test, feature = "nccl"))]
+#[cfg(any(test, feature = "link"))]
 pub mod nccl;
 mod outcome;
 mod ranks;

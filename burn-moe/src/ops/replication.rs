@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-#[cfg(feature = "nccl")]
+#[cfg(feature = "link")]
 use crate::comm::nccl::plan::{Place, Way, WeightHop, WeightHops};
 use crate::comm::{Communicator, Key, Op, fail};
 
@@ -44,12 +44,12 @@ struct Active {
     pool: Arc<ReplicaPool>,
     /// Whether the weights have been sent, forward and backward.
     sent: [AtomicBool; 2],
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     device: DeviceSide,
 }
 
 /// What goes over a link between devices, where rows and weights never see the host.
-#[cfg(feature = "nccl")]
+#[cfg(feature = "link")]
 #[derive(Default)]
 struct DeviceSide {
     hops: WeightHops,
@@ -93,13 +93,13 @@ impl Replication {
             incoming,
             pool,
             sent: Default::default(),
-            #[cfg(feature = "nccl")]
+            #[cfg(feature = "link")]
             device: DeviceSide::default(),
         })))
     }
 
     /// The same, whose weights take these ways where there is a link between devices; otherwise they go directly.
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     pub(crate) fn with_hops(mut self, hops: WeightHops) -> Self {
         if let Some(active) = self.0.as_mut().and_then(Arc::get_mut) {
             active.device.hops = hops;
@@ -131,9 +131,9 @@ impl Replication {
             false => active.outgoing.clone(),
         };
         // Over a link, what is received is begun together with what is sent.
-        #[cfg(feature = "nccl")]
+        #[cfg(feature = "link")]
         let receives_too = active.comm.device_link().is_some();
-        #[cfg(not(feature = "nccl"))]
+        #[cfg(not(feature = "link"))]
         let receives_too = false;
         if outgoing.is_empty() && !receives_too {
             return None;
@@ -146,7 +146,7 @@ impl Replication {
             incoming: Vec::new(),
             pool: active.pool.clone(),
             sent: Default::default(),
-            #[cfg(feature = "nccl")]
+            #[cfg(feature = "link")]
             device: DeviceSide {
                 begins: Some(self.clone()),
                 ..DeviceSide::default()
@@ -207,7 +207,7 @@ impl Replication {
     }
 }
 
-#[cfg(feature = "nccl")]
+#[cfg(feature = "link")]
 impl Replication {
     /// The communicator, where there is anything to send or receive.
     pub(crate) fn comm(&self) -> Option<&Arc<dyn Communicator>> {
@@ -307,7 +307,7 @@ pub struct ReplicaPool {
 
 impl ReplicaPool {
     /// Takes the buffers if they are here and of type `T`.
-    #[cfg(any(feature = "flex", feature = "nccl"))] // the others pass through host memory and keep nothing
+    #[cfg(any(feature = "flex", feature = "link"))] // the others pass through host memory and keep nothing
     pub(crate) fn take<T: Any + Send>(&self) -> Option<T> {
         let slots = self.lock().take()?;
         slots.downcast::<T>().ok().map(|slots| *slots)

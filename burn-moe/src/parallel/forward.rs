@@ -348,7 +348,7 @@ fn replication(layer: &ParallelLayer, plan: &Plan, step: u64) -> Replication {
         incoming,
         layer.ep.pool.clone(),
     );
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     if !replication.is_none() && comm.device_link().is_some() {
         return replication.with_hops(super::hops::weight_hops(rank, placement, plan));
     }

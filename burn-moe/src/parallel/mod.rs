@@ -16,7 +16,7 @@ mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
-#[cfg(any(test, feature = "nccl"))]
+#[cfg(any(test, feature = "link"))]
 pub(crate) mod hops;
 #[cfg(feature = "autodiff")]
 mod mesh;

@@ -10,7 +10,7 @@ use super::device::{Device, Memory};
 use super::engine::Engine;
 use super::library::{Library, UNIQUE_ID, UniqueId, version_name};
 use super::plan::all_to_all;
-use super::{Lane, Link, NcclError, Span, with_link};
+use super::{Lane, Link, LinkDevice, NcclError, Span, with_link};
 use crate::comm::{Communicator, Key, Op};
 
 /// How ranks use NCCL. `NcclOptions { chunk_bytes, ..Default::default() }` changes one thing.
@@ -131,7 +131,8 @@ pub fn connect(
     };
     let engines = [engine(rows)?, engine(weights)?];
     let chunk_bytes = options.chunk_bytes.max(1);
-    let link = Link::new(own.device.number(), chunk_bytes, ranks, engines);
+    let device = LinkDevice::Cuda(own.device.number());
+    let link = Link::new(device, chunk_bytes, ranks, engines);
     meet(&link, &own, &*comm)?;
     Ok(with_link(comm, link))
 }

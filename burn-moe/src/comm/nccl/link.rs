@@ -24,6 +24,16 @@ pub struct Link {
     members: Option<Arc<[usize]>>,
 }
 
+/// What a link is between.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LinkDevice {
+    /// The CUDA device of this number.
+    Cuda(usize),
+    /// The process's memory.
+    #[cfg(test)]
+    Memory,
+}
+
 /// Which of the two ways an exchange takes. Each has its own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lane {
@@ -56,7 +66,7 @@ pub(crate) struct Span {
 }
 
 pub(super) struct Shared {
-    device: usize,
+    device: LinkDevice,
     chunk_bytes: usize,
     pub(super) lanes: [LaneState; 2],
     /// Why nothing works any more.
@@ -77,7 +87,7 @@ const NAME: &str = "NCCL";
 impl Link {
     /// A link over `engines`, of rows and of weights, which both know `ranks` ranks.
     pub(crate) fn new(
-        device: usize,
+        device: LinkDevice,
         chunk_bytes: usize,
         ranks: usize,
         engines: [Box<dyn Engine>; 2],
@@ -109,8 +119,8 @@ impl Link {
         }
     }
 
-    /// The CUDA number of this rank's device.
-    pub fn device(&self) -> usize {
+    /// This rank's device.
+    pub(crate) fn device(&self) -> LinkDevice {
         self.shared.device
     }
 

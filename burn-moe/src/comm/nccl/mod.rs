@@ -5,12 +5,23 @@
 //! go on over the communicator; token rows, replicas' weights and their gradients go from device memory to device memory,
 //! without a copy on the host.
 //!
-//! ```ignore
-//! try_run_tcp(&Launch::from_env()?, ranks, RankOptions::default(), |comm| {
+//! ```no_run
+//! use burn_moe::comm::RankOptions;
+//! use burn_moe::comm::nccl::{self, NcclOptions};
+//! use burn_moe::comm::tcp::{Launch, try_run_tcp};
+//! use burn_moe::parallel::{ExpertParallel, ParallelOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let launch = Launch::from_env()?;
+//! try_run_tcp(&launch, launch.world_size, RankOptions::default(), |comm| {
 //!     let comm = nccl::connect(comm, nccl::local_device()?, NcclOptions::default())?;
 //!     let ep = ExpertParallel::new(comm, ParallelOptions::default())?; // as over any communicator
-//!     // ...
-//! })
+//!     // ... layers made with `ep` on `Device::cuda(nccl::local_device()?)`
+//!     # drop(ep);
+//!     Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+//! })?;
+//! # Ok(())
+//! # }
 //! ```
 //!
 //! The library is loaded at run time: `libnccl.so.2` or `libnccl.so` where the system looks for libraries
@@ -36,8 +47,8 @@
 //! # Relays
 //!
 //! An expert with many replicas is sent to some of them, which forward it chunk by chunk as the chunks arrive: the
-//! [`Schedule`](crate::balance::Schedule) of the balancer. Chunks are rounds on the stream, in the order that
-//! [`plan`] lays down. Gradients come back directly, as they are added in a fixed order.
+//! [`Schedule`](crate::balance::Schedule) of the balancer. Chunks are rounds on the stream, in an order that all
+//! ranks derive from the plan alone. Gradients come back directly, as they are added in a fixed order.
 //!
 //! Over a link [`hierarchical`](super::hierarchical) exchanges go directly too: NCCL itself sends through the GPU next to
 //! the right network card (PXN).
@@ -73,14 +84,14 @@ mod library;
 mod link;
 pub(crate) mod plan;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 #[cfg(feature = "nccl")]
 pub use connect::{NcclOptions, connect, library_version, local_device};
 #[cfg(feature = "nccl")]
 pub use error::NcclError;
 pub(crate) use flight::Flight;
-pub(crate) use link::{Lane, Span};
+pub(crate) use link::{Lane, LinkDevice, Span};
 pub use link::{Link, LinkTraffic};
 
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! what the host's own collectives deliver, or with what was there.
 
 mod faults;
-mod memory;
+pub(crate) mod memory;
 #[cfg(all(feature = "nccl", target_os = "linux"))]
 mod standin;
 

@@ -11,10 +11,10 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice, cubecl::client::Client};
 use cubecl_kernels::{DeviceTensor, ExpertWeights, KernelError, matmul, router, rows, swiglu};
 
-#[cfg(feature = "nccl")]
-use super::nccl;
+#[cfg(feature = "link")]
+use super::link;
 use crate::ops::{MoeOps, TopK};
-#[cfg(feature = "nccl")]
+#[cfg(feature = "link")]
 use crate::ops::{Pass, Replication, RowExchange, exchange};
 
 impl MoeOps for CubeBackend {
@@ -154,20 +154,20 @@ impl MoeOps for CubeBackend {
         )
     }
 
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     fn fetch_experts(
         gate_up: FloatTensor<Self>,
         down: FloatTensor<Self>,
         replication: Replication,
         pass: Pass,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        match nccl::link_of_replicas(&replication, &gate_up) {
-            Some(link) => nccl::fetch_experts([gate_up, down], &replication, pass, &link),
+        match link::of_replicas(&replication, &gate_up) {
+            Some(way) => link::fetch_experts([gate_up, down], &replication, pass, &way),
             None => exchange::fetch_experts_through_host::<Self>(gate_up, down, &replication, pass),
         }
     }
 
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     fn return_expert_grads(
         gate_up: FloatTensor<Self>,
         down: FloatTensor<Self>,
@@ -176,8 +176,8 @@ impl MoeOps for CubeBackend {
         replication: Replication,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (home, slots) = ([gate_up, down], [slot_gate_up, slot_down]);
-        match nccl::link_of_replicas(&replication, &home[0]) {
-            Some(link) => nccl::return_expert_grads(home, slots, &replication, &link),
+        match link::of_replicas(&replication, &home[0]) {
+            Some(way) => link::return_expert_grads(home, slots, &replication, &way),
             None => {
                 let ([gate_up, down], [slot_gate_up, slot_down]) = (home, slots);
                 exchange::return_grads_through_host::<Self>(
@@ -191,10 +191,10 @@ impl MoeOps for CubeBackend {
         }
     }
 
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "link")]
     fn all_to_all_rows(x: FloatTensor<Self>, exchange: RowExchange) -> FloatTensor<Self> {
-        match nccl::link_of(&exchange.comm, &x) {
-            Some(link) => nccl::all_to_all_rows(x, &exchange, &link),
+        match link::of(&exchange.comm, &x) {
+            Some(way) => link::all_to_all_rows(x, &exchange, &way),
             None => exchange::all_to_all_through_host::<Self>(x, exchange),
         }
     }

@@ -4,5 +4,5 @@ mod autodiff;
 mod cubecl;
 #[cfg(feature = "flex")]
 mod flex;
-#[cfg(feature = "nccl")]
-mod nccl;
+#[cfg(feature = "link")]
+mod link;

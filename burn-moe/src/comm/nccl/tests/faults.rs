@@ -175,7 +175,6 @@ fn a_flight_that_is_dropped_ends_the_link() {
             drop(start(&comm, Lane::Rows, KEY, &[round], &mut buffers).unwrap());
             let error = all(&comm, KEY).unwrap_err().to_string();
             assert!(error.contains("was given up"), "{error}");
-            assert_eq!(link(&comm).device(), 0);
             // A row of 4 bytes twice; what the broken link refused does not count.
             let traffic = link(&comm).traffic();
             assert_eq!((traffic.row_exchanges, traffic.row_bytes), (2, 8));

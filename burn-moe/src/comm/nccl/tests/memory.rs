@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use crate::comm::clock::lock;
 use crate::comm::nccl::engine::{Engine, Placed};
 use crate::comm::nccl::plan::Way;
-use crate::comm::nccl::{Link, with_link};
+use crate::comm::nccl::{Link, LinkDevice, with_link};
 use crate::comm::{Communicator, RankOptions, RanksError, try_run_ranks};
 
 /// What the engines of one lane share.
@@ -235,7 +235,7 @@ pub fn run_linked<R: Send>(
         .collect();
     try_run_ranks(size, options, |comm| {
         let engines = lock(&engines[comm.rank()]).take().unwrap();
-        let link = Link::new(comm.rank(), chunk_bytes, size, engines);
+        let link = Link::new(LinkDevice::Memory, chunk_bytes, size, engines);
         Ok::<R, std::convert::Infallible>(f(with_link(comm, link)))
     })
 }

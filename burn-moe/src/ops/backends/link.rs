@@ -1,37 +1,43 @@
-//! CUDA tensors from device to device: what the operations that talk to other ranks do where their
+//! Tensors from device to device: what the operations that talk to other ranks do where their
 //! communicator has a link, on the rank's own thread.
+
+#[cfg(all(test, feature = "autodiff", feature = "cpu"))]
+mod tests;
 
 use std::any::Any;
 use std::sync::Arc;
 
 use burn::tensor::Shape;
-use burn_cubecl::cubecl::cuda::CudaRuntime;
-use burn_cubecl::cubecl::server::Handle;
+use burn_cubecl::cubecl::server::{Handle, ServerError};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_std::reader::read_sync;
 use cubecl_runtime::client::Client;
+#[cfg(any(feature = "nccl", all(test, feature = "cpu")))]
 use cubecl_runtime::runtime::Runtime;
 
 use crate::comm::nccl::plan::{self, GradientHop, Round, Way};
-use crate::comm::nccl::{Flight, Lane, Link, Span};
+use crate::comm::nccl::{Flight, Lane, Link, LinkDevice, Span};
 use crate::comm::{CommError, Communicator, Key, Op, fail};
 use crate::ops::exchange::{add_to_expert, expert_of};
 use crate::ops::{Pass, Replication, RowExchange};
 
-type CudaServer = <CudaRuntime as Runtime>::Server;
-
 /// The link of `comm`, when it is one between devices of which `tensor`'s is one.
-pub(super) fn link_of(comm: &Arc<dyn Communicator>, tensor: &CubeTensor) -> Option<Link> {
+pub(super) fn of(comm: &Arc<dyn Communicator>, tensor: &CubeTensor) -> Option<Link> {
     let link = comm.device_link()?;
-    let here = matches!(&tensor.device, CubeDevice::Cuda(device) if device.index == link.device());
+    let here = match (link.device(), &tensor.device) {
+        (LinkDevice::Cuda(number), CubeDevice::Cuda(device)) => device.index == number,
+        #[cfg(test)]
+        (LinkDevice::Memory, CubeDevice::Cpu(_)) => true,
+        _ => false,
+    };
     here.then(|| link.clone())
 }
 
 /// The link over which the weights of replicas travel.
-pub(super) fn link_of_replicas(replication: &Replication, weights: &CubeTensor) -> Option<Link> {
-    link_of(replication.comm()?, weights)
+pub(super) fn of_replicas(replication: &Replication, weights: &CubeTensor) -> Option<Link> {
+    of(replication.comm()?, weights)
 }
 
 pub(super) fn all_to_all_rows(x: CubeTensor, exchange: &RowExchange, link: &Link) -> CubeTensor {
@@ -210,15 +216,9 @@ fn begin(
             });
             continue;
         }
-        let resource = tensor
-            .client
-            .get_resource::<CudaServer>(tensor.handle.clone())
-            .map_err(|error| refused(error.to_string()))?;
-        spans.push(Span {
-            address: resource.resource().ptr,
-            bytes,
-        });
-        keep.push(Box::new(resource));
+        let (address, memory) = memory_of(tensor).map_err(|error| refused(error.to_string()))?;
+        spans.push(Span { address, bytes });
+        keep.push(memory);
         // The handle too: as long as it is here, nobody takes the tensor for its own and writes into it.
         keep.push(Box::new(tensor.handle.clone()));
     }
@@ -231,6 +231,30 @@ fn begin(
     // SAFETY: `keep` holds the memory. All work on it has just been waited for, and callers look at what is received only
     // after the flight; what is sent is held by more than one handle, so Burn does not write into it.
     unsafe { link.start(lane, comm, key, rounds, &spans, keep) }
+}
+
+/// Where a tensor begins, and what keeps its memory there.
+fn memory_of(tensor: &CubeTensor) -> Result<(u64, Box<dyn Any + Send>), ServerError> {
+    match &tensor.device {
+        #[cfg(feature = "nccl")]
+        CubeDevice::Cuda(_) => {
+            type Server = <burn_cubecl::cubecl::cuda::CudaRuntime as Runtime>::Server;
+            let memory = tensor
+                .client
+                .get_resource::<Server>(tensor.handle.clone())?;
+            Ok((memory.resource().ptr, Box::new(memory)))
+        }
+        #[cfg(all(test, feature = "cpu"))]
+        CubeDevice::Cpu(_) => {
+            type Server = <burn_cubecl::cubecl::cpu::CpuRuntime as Runtime>::Server;
+            let memory = tensor
+                .client
+                .get_resource::<Server>(tensor.handle.clone())?;
+            let (address, _) = memory.resource().get_write_ptr_and_length();
+            Ok((address as u64, Box::new(memory)))
+        }
+        device => unreachable!("there is no link between devices such as {device:?}"),
+    }
 }
 
 /// A tensor to be overwritten, of the type and on the device of another.
