@@ -70,17 +70,14 @@ impl Replicating {
         };
         let used = replication.incoming().len();
         let home = home.map(into_contiguous);
-        let held = replication.pool().filter(|_| used > 0);
-        let mut held = held.and_then(|pool| pool.take::<(CubeTensor, CubeTensor)>());
+        let pool = replication.pool().filter(|_| used > 0);
+        let held = pool.and_then(|pool| pool.take::<(CubeTensor, CubeTensor)>());
+        let (first, second) = held.map_or((None, None), |(a, b)| (Some(a), Some(b)));
         let slots_of = |home: &CubeTensor, held: Option<CubeTensor>| {
             let shape = [used, home.meta.shape()[1], home.meta.shape()[2]];
             let fits =
                 |slots: &CubeTensor| slots.meta.shape()[..] == shape && slots.dtype == home.dtype;
             held.filter(fits).unwrap_or_else(|| empty_like(home, shape))
-        };
-        let (first, second) = match held.take() {
-            Some((first, second)) => (Some(first), Some(second)),
-            None => (None, None),
         };
         let slots = [slots_of(&home[0], first), slots_of(&home[1], second)];
         if let Some(pool) = replication.pool() {
@@ -128,16 +125,13 @@ pub(super) fn fetch_experts(
     link: &Link,
 ) -> (CubeTensor, CubeTensor) {
     if let Some(whole) = replication.begins() {
-        let [gate_up, down] = &home;
-        let none = [gate_up, down].map(|weights| {
-            empty_like(
-                weights,
-                [0, weights.meta.shape()[1], weights.meta.shape()[2]],
-            )
-        });
+        let none = |weights: &CubeTensor| {
+            let shape = weights.meta.shape();
+            empty_like(weights, [0, shape[1], shape[2]])
+        };
+        let none = (none(&home[0]), none(&home[1]));
         whole.put_in_flight(pass, Replicating::begin(home, whole, pass, link));
-        let [gate_up, down] = none;
-        return (gate_up, down);
+        return none;
     }
     let begun = replication.take_in_flight::<Replicating>(pass);
     begun

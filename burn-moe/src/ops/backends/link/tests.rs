@@ -42,7 +42,7 @@ fn tensor<const D: usize>(shape: [usize; D], seed: usize, device: &Device) -> Te
     Tensor::from_data(TensorData::new(values, shape), device)
 }
 
-/// Most tokens choose this expert, so that it is replicated everywhere.
+/// All tokens choose this expert, so that it is replicated everywhere.
 fn heat(moe: &mut Moe, expert: usize) {
     let Some(bias) = moe.router.bias.take() else {
         return;
@@ -67,7 +67,9 @@ impl Run {
             ..Default::default()
         };
         let ep = ExpertParallel::new(comm.clone(), options).unwrap();
-        let config = MoeConfig::new(RouterConfig::new(WIDTH, EXPERTS, 2), 10).with_seed(4);
+        // Normalised, the weight of a single expert would be 1, and not learn.
+        let router = RouterConfig::new(WIDTH, EXPERTS, 1).with_norm_topk_prob(false);
+        let config = MoeConfig::new(router, 10).with_seed(4);
         let layers = [0, 1].map(|number| {
             let mut moe = config.init_parallel(&ep, number, &device).unwrap();
             heat(&mut moe, 3 + 4 * number as usize);
@@ -125,29 +127,27 @@ fn compare(ranks: usize, run: Run) -> Vec<LinkTraffic> {
 
 #[test]
 fn layers_are_those_through_the_host() {
-    for ranks in [1, 2, 5] {
-        for (combine, overlap) in [
-            (CombineOrder::Exact, true),
-            (CombineOrder::Rank, true),
-            (CombineOrder::Rank, false),
-        ] {
-            let trained = true;
-            let run = Run {
-                combine,
-                overlap,
-                trained,
+    for (ranks, combine, overlap) in [
+        (1, CombineOrder::Rank, true),
+        (2, CombineOrder::Exact, true),
+        (2, CombineOrder::Rank, false),
+        (5, CombineOrder::Rank, true),
+    ] {
+        let run = Run {
+            combine,
+            overlap,
+            trained: true,
+        };
+        for sent in compare(ranks, run) {
+            // Dispatch and combine of two layers and two passes, and the router's weights of the rank order.
+            let exchanges = match combine {
+                CombineOrder::Exact => 8,
+                CombineOrder::Rank => 12,
             };
-            for sent in compare(ranks, run) {
-                // Dispatch and combine of two layers and two passes, and the router's weights of the rank order.
-                let exchanges = match combine {
-                    CombineOrder::Exact => 8,
-                    CombineOrder::Rank => 12,
-                };
-                assert_eq!(sent.row_exchanges, exchanges, "{run:?}");
-                // Weights out in two passes, gradients back.
-                let expected = if ranks == 1 { 0 } else { 6 };
-                assert_eq!(sent.weight_exchanges, expected, "{run:?}");
-            }
+            assert_eq!(sent.row_exchanges, exchanges, "{run:?}");
+            // Weights out in two passes, gradients back.
+            let expected = if ranks == 1 { 0 } else { 6 };
+            assert_eq!(sent.weight_exchanges, expected, "{run:?}");
         }
     }
 }
