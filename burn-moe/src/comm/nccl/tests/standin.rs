@@ -2,6 +2,7 @@
 //! as the real ones are, so each test runs in a process of its own that finds them.
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -15,13 +16,18 @@ use crate::comm::{CommError, Communicator, Key, Op, RankOptions, RanksError, fai
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// Runs the ignored test `name` of this file where the libraries stand in, with these variables.
-fn run(name: &str, variables: &[(&str, &str)]) {
+/// Runs the rest of the test `name` of this file in a process that finds the libraries and these variables.
+fn with_libraries(name: &str, variables: &[(&str, &str)], rest: fn()) {
+    const CHILD: &str = "BURN_MOE_STANDIN";
+    if std::env::var_os(CHILD).is_some() {
+        return rest();
+    }
     let folder = Libraries::build();
     let test = format!("{}::{name}", module_path!().split_once("::").unwrap().1);
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", &test])
-        .env("LD_LIBRARY_PATH", &folder.0)
+        .args(["--exact", &test])
+        .env(CHILD, name)
+        .env("LD_LIBRARY_PATH", folder.search_path())
         .env_remove("BURN_MOE_NCCL")
         .env_remove("CUDA_VISIBLE_DEVICES")
         .env_remove("LOCAL_RANK")
@@ -55,6 +61,13 @@ impl Libraries {
             assert!(status.success(), "cc {source}: {status}");
         }
         folder
+    }
+
+    /// Before all that this process searches.
+    fn search_path(&self) -> OsString {
+        let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let all = std::iter::once(self.0.clone()).chain(std::env::split_paths(&others));
+        std::env::join_paths(all).unwrap()
     }
 }
 
@@ -99,130 +112,130 @@ const LONG: Duration = Duration::from_secs(60);
 
 #[test]
 fn both_lanes_work() {
-    run("in_child_both_lanes_work", &[]);
-}
-
-#[test]
-#[ignore = "run by both_lanes_work"]
-fn in_child_both_lanes_work() {
-    assert_eq!(library_version().unwrap(), "2.28.3");
-    assert_eq!(local_device(), Ok(0));
-    for size in [1, 2, 4] {
-        let done = linked(size, LONG, |comm| {
-            for step in 0..20 {
-                all(&comm, Lane::Rows, Key { step, ..KEY }, 4)?;
-                all(&comm, Lane::Weights, Key::new(Op::Replicate, step, 0), 7)?;
-            }
-            // Connecting exchanged a row of a byte.
-            let traffic = link(&comm).traffic();
-            assert_eq!(traffic.row_exchanges, 21);
-            assert_eq!(traffic.weight_bytes, 20 * 7 * size as u64);
-            Ok(())
-        });
-        done.unwrap();
-    }
+    with_libraries("both_lanes_work", &[], || {
+        assert_eq!(library_version().unwrap(), "2.28.3");
+        assert_eq!(local_device(), Ok(0));
+        for size in [1, 2, 4] {
+            let done = linked(size, LONG, |comm| {
+                for step in 0..20 {
+                    all(&comm, Lane::Rows, Key { step, ..KEY }, 4)?;
+                    all(&comm, Lane::Weights, Key::new(Op::Replicate, step, 0), 7)?;
+                }
+                // Connecting exchanged a row of a byte.
+                let traffic = link(&comm).traffic();
+                assert_eq!(traffic.row_exchanges, 21);
+                assert_eq!(traffic.weight_bytes, 20 * 7 * size as u64);
+                Ok(())
+            });
+            done.unwrap();
+        }
+    });
 }
 
 #[test]
 fn losses_end_waits() {
-    run("in_child_losses_end_waits", &[]);
-}
+    with_libraries("losses_end_waits", &[], || {
+        let lost = linked(3, LONG, |comm| {
+            if comm.rank() == 1 {
+                return Err("out of memory".into());
+            }
+            all(&comm, Lane::Rows, KEY, 4).map_err(Into::into)
+        });
+        let text = lost.unwrap_err().to_string();
+        assert!(text.starts_with("rank 1 failed: out of memory"), "{text}");
+        assert!(text.contains("rank 0 was in dispatch"), "{text}");
 
-#[test]
-#[ignore = "run by losses_end_waits"]
-fn in_child_losses_end_waits() {
-    let lost = linked(3, LONG, |comm| {
-        if comm.rank() == 1 {
-            return Err("out of memory".into());
-        }
-        all(&comm, Lane::Rows, KEY, 4).map_err(Into::into)
-    });
-    let text = lost.unwrap_err().to_string();
-    assert!(text.starts_with("rank 1 failed: out of memory"), "{text}");
-    assert!(text.contains("rank 0 was in dispatch"), "{text}");
+        let silent = linked(3, Duration::from_millis(300), |comm| {
+            if comm.rank() == 1 {
+                std::thread::sleep(Duration::from_secs(2));
+                return Ok(());
+            }
+            all(&comm, Lane::Rows, KEY, 4).map_err(Into::into)
+        });
+        let text = silent.unwrap_err().to_string();
+        assert!(text.contains("for rank 1 in dispatch"), "{text}");
 
-    let silent = linked(3, Duration::from_millis(300), |comm| {
-        if comm.rank() == 1 {
-            std::thread::sleep(Duration::from_secs(2));
-            return Ok(());
-        }
-        all(&comm, Lane::Rows, KEY, 4).map_err(Into::into)
+        // Sizes that differ are seen by the library or in the announcements, whichever is first.
+        let broken = linked(2, Duration::from_secs(2), |comm| {
+            let key = Key::new(Op::Replicate, 0, 0);
+            let bytes = 4 + comm.rank();
+            let ones = vec![1; 2];
+            let mut buffers = [vec![0; 2 * bytes], vec![0; 2 * bytes]];
+            let round = plan::all_to_all(&ones, &ones, bytes);
+            exchange(&comm, Lane::Weights, key, &[round], &mut buffers)
+                .unwrap_or_else(|it| fail(it));
+            Ok(())
+        });
+        let text = broken.unwrap_err().to_string();
+        let expected = ["internal error (3): the stand-in's last words", "bytes to "];
+        assert!(expected.iter().any(|it| text.contains(it)), "{text}");
     });
-    let text = silent.unwrap_err().to_string();
-    assert!(text.contains("for rank 1 in dispatch"), "{text}");
-
-    // Sizes that differ are seen by the library or in the announcements, whichever is first.
-    let broken = linked(2, Duration::from_secs(2), |comm| {
-        let key = Key::new(Op::Replicate, 0, 0);
-        let bytes = 4 + comm.rank();
-        let ones = vec![1; 2];
-        let mut buffers = [vec![0; 2 * bytes], vec![0; 2 * bytes]];
-        let round = plan::all_to_all(&ones, &ones, bytes);
-        exchange(&comm, Lane::Weights, key, &[round], &mut buffers).unwrap_or_else(|it| fail(it));
-        Ok(())
-    });
-    let text = broken.unwrap_err().to_string();
-    let expected = ["internal error (3): the stand-in's last words", "bytes to "];
-    assert!(expected.iter().any(|it| text.contains(it)), "{text}");
 }
 
 #[test]
 fn what_does_not_fit_is_refused_by_all() {
-    run("in_child_what_does_not_fit_is_refused_by_all", &[]);
-    run("in_child_an_old_library", &[("STANDIN_NCCL", "21602")]);
-    let two = [("STANDIN_DEVICES", "2"), ("LOCAL_RANK", "3")];
-    run("in_child_no_such_device", &two);
-    run("in_child_no_device", &[("STANDIN_DEVICES", "0")]);
+    with_libraries("what_does_not_fit_is_refused_by_all", &[], || {
+        let errors = |device: fn(usize) -> usize, chunk_bytes: fn(usize) -> usize| {
+            let options = RankOptions::default();
+            let all = try_run_ranks(3, options, |comm| {
+                let chunk_bytes = chunk_bytes(comm.rank());
+                let error = connect(
+                    comm.clone(),
+                    device(comm.rank()),
+                    NcclOptions { chunk_bytes },
+                );
+                Ok::<_, AnyError>(error.map(drop).unwrap_err().to_string())
+            });
+            all.unwrap()
+        };
+        for text in errors(|_| 0, |_| 1) {
+            assert!(text.starts_with("ranks 0 and 1 both have GPU"), "{text}");
+        }
+        let texts = errors(|rank| if rank == 1 { 9 } else { rank }, |_| 1);
+        assert_eq!(texts[1], "no CUDA device 9: there are 8");
+        assert_eq!(texts[0], format!("rank 1 has no NCCL: {}", texts[1]));
+        for text in errors(|rank| rank, |rank| rank / 2 + 1) {
+            assert!(text.contains("chunk_bytes"), "{text}");
+        }
+    });
 }
 
 #[test]
-#[ignore = "run by what_does_not_fit_is_refused_by_all"]
-fn in_child_what_does_not_fit_is_refused_by_all() {
-    let errors = |device: fn(usize) -> usize, chunk_bytes: fn(usize) -> usize| {
-        let options = RankOptions::default();
-        let all = try_run_ranks(3, options, |comm| {
-            let chunk_bytes = chunk_bytes(comm.rank());
-            let error = connect(
-                comm.clone(),
-                device(comm.rank()),
-                NcclOptions { chunk_bytes },
-            );
-            Ok::<_, AnyError>(error.map(drop).unwrap_err().to_string())
-        });
-        all.unwrap()
-    };
-    for text in errors(|_| 0, |_| 1) {
-        assert!(text.starts_with("ranks 0 and 1 both have GPU"), "{text}");
-    }
-    let texts = errors(|rank| if rank == 1 { 9 } else { rank }, |_| 1);
-    assert_eq!(texts[1], "no CUDA device 9: there are 8");
-    assert_eq!(texts[0], format!("rank 1 has no NCCL: {}", texts[1]));
-    for text in errors(|rank| rank, |rank| rank / 2 + 1) {
-        assert!(text.contains("chunk_bytes"), "{text}");
-    }
+fn an_old_library_is_refused() {
+    with_libraries(
+        "an_old_library_is_refused",
+        &[("STANDIN_NCCL", "21602")],
+        || {
+            let text = library_version().unwrap_err().to_string();
+            assert_eq!(text, "libnccl.so.2 is NCCL 2.16.2, needed is 2.18 or later");
+        },
+    );
 }
 
 #[test]
-#[ignore = "run by what_does_not_fit_is_refused_by_all"]
-fn in_child_an_old_library() {
-    let text = library_version().unwrap_err().to_string();
-    assert_eq!(text, "libnccl.so.2 is NCCL 2.16.2, needed is 2.18 or later");
+fn a_device_that_is_not_there_is_named() {
+    with_libraries(
+        "a_device_that_is_not_there_is_named",
+        &[("STANDIN_DEVICES", "2"), ("LOCAL_RANK", "3")],
+        || {
+            let error = NcclError::NoDevice {
+                device: 3,
+                found: 2,
+                visible_devices: None,
+            };
+            assert_eq!(local_device(), Err(error));
+        },
+    );
 }
 
 #[test]
-#[ignore = "run by what_does_not_fit_is_refused_by_all"]
-fn in_child_no_such_device() {
-    let error = NcclError::NoDevice {
-        device: 3,
-        found: 2,
-        visible_devices: None,
-    };
-    assert_eq!(local_device(), Err(error));
-}
-
-#[test]
-#[ignore = "run by what_does_not_fit_is_refused_by_all"]
-fn in_child_no_device() {
-    let text = local_device().unwrap_err().to_string();
-    assert_eq!(text, "no CUDA device 0: there are 0");
+fn no_device_is_said_plainly() {
+    with_libraries(
+        "no_device_is_said_plainly",
+        &[("STANDIN_DEVICES", "0")],
+        || {
+            let text = local_device().unwrap_err().to_string();
+            assert_eq!(text, "no CUDA device 0: there are 0");
+        },
+    );
 }
