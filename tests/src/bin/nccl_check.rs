@@ -234,23 +234,33 @@ fn layers(
     Ok(())
 }
 
+/// What is compared: of the link, through the host, on the CPU.
 type Compared = (&'static str, Vec<f64>, Vec<f64>, Vec<f64>);
 
-fn parts(a: &LayerPart, b: &LayerPart, c: &LayerPart) -> Vec<Compared> {
-    let wide = |part: &LayerPart| part.output.iter().map(|v| f64::from(*v)).collect();
-    let of = |get: fn(&LayerPart) -> &Vec<f64>| (get(a).clone(), get(b).clone(), get(c).clone());
-    let mut all = vec![("output", wide(a), wide(b), wide(c))];
-    let grads: [(&'static str, fn(&LayerPart) -> &Vec<f64>); 4] = [
-        ("x", |part| &part.grad_x),
-        ("gate_up", |part| &part.grad_gate_up),
-        ("down", |part| &part.grad_down),
-        ("gate", |part| &part.grad_gate),
-    ];
-    for (what, get) in grads {
-        let (a, b, c) = of(get);
-        all.push((what, a, b, c));
-    }
-    all
+fn parts(a: &LayerPart, b: &LayerPart, c: &LayerPart) -> [Compared; 5] {
+    let output = |part: &LayerPart| part.output.iter().map(|v| f64::from(*v)).collect();
+    [
+        ("output", output(a), output(b), output(c)),
+        ("x", a.grad_x.clone(), b.grad_x.clone(), c.grad_x.clone()),
+        (
+            "gate_up",
+            a.grad_gate_up.clone(),
+            b.grad_gate_up.clone(),
+            c.grad_gate_up.clone(),
+        ),
+        (
+            "down",
+            a.grad_down.clone(),
+            b.grad_down.clone(),
+            c.grad_down.clone(),
+        ),
+        (
+            "gate",
+            a.grad_gate.clone(),
+            b.grad_gate.clone(),
+            c.grad_gate.clone(),
+        ),
+    ]
 }
 
 /// Width and expert width of DeepSeek-V3.
