@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use burn_moe::balance::{BalanceError, PLANNERS};
+#[cfg(feature = "nccl")]
+use burn_moe::comm::nccl::local_device;
 use burn_moe::comm::{
     CommError, Communicator, RankOptions, RanksError, Timing, Topology, try_run_ranks,
     with_topology,
@@ -79,6 +81,9 @@ pub enum CommArg {
     Mpi,
     /// Processes connected by TCP.
     Tcp,
+    /// Processes connected by TCP, whose GPUs are linked by NCCL: one process a GPU.
+    #[cfg(feature = "nccl")]
+    Nccl,
 }
 
 /// Values of `--timing`.
@@ -95,6 +100,9 @@ pub enum TimingArg {
 pub enum DeviceArg {
     /// Burn's Flex CPU backend.
     Flex,
+    /// The GPU of this process: LOCAL_RANK of its machine's, or the only one.
+    #[cfg(feature = "nccl")]
+    Cuda,
 }
 
 /// Values of `--balance`.
@@ -219,6 +227,14 @@ impl RankArgs {
                 )
             })?;
         }
+        #[cfg(feature = "nccl")]
+        if self.device == DeviceArg::Cuda {
+            local_device()?;
+        } else {
+            check(self.comm != CommArg::Nccl, "--device", "flex", || {
+                "cuda, with --comm nccl".into()
+            })?;
+        }
         check(
             self.timeout > 0.0 && self.timeout <= 86_400.0,
             "--timeout",
@@ -289,6 +305,9 @@ impl RankArgs {
     pub fn device(&self) -> Device {
         match self.device {
             DeviceArg::Flex => Device::flex(),
+            // `validate` has seen it.
+            #[cfg(feature = "nccl")]
+            DeviceArg::Cuda => Device::cuda(local_device().unwrap_or(0)),
         }
     }
 }
@@ -362,6 +381,10 @@ pub enum CliError {
         /// Its value.
         value: f64,
     },
+    /// There is no GPU, or no way between the ranks' GPUs.
+    #[cfg(feature = "nccl")]
+    #[error(transparent)]
+    Nccl(#[from] burn_moe::comm::nccl::NcclError),
     /// A rank failed while running.
     #[error(transparent)]
     Ranks(#[from] RanksError),
@@ -438,14 +461,17 @@ impl CommArg {
             Self::Threads => "threads",
             Self::Mpi => "mpi",
             Self::Tcp => "tcp",
+            #[cfg(feature = "nccl")]
+            Self::Nccl => "nccl",
         }
     }
 }
 
 /// This process's rank when a launcher started it. Before the options are read: so many programs set `RANK` that it
-/// counts only with `--comm tcp`.
+/// counts only with `--comm tcp` or `nccl`.
 fn launched_rank() -> Option<usize> {
-    let tcp = std::env::args().any(|arg| arg == "tcp" || arg == "--comm=tcp");
+    let values = ["tcp", "--comm=tcp", "nccl", "--comm=nccl"];
+    let tcp = std::env::args().any(|arg| values.contains(&arg.as_str()));
     let names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID"];
     let known = if tcp { &names[..] } else { &names[..2] };
     known

@@ -1,11 +1,14 @@
 //! A MoE layer, forward and backward, over any number of ranks.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_moe::comm::{RankOptions, Topology};
+use burn_moe::comm::{Communicator, RankOptions, Topology};
 use burn_moe::layer::{Moe, MoeConfig};
 use burn_moe::parallel::{Balance, CombineOrder, ExpertParallel, LayerStats, ParallelOptions};
+
+use serde::{Deserialize, Serialize};
 
 use crate::{random, ranks, values};
 
@@ -54,6 +57,23 @@ pub struct LayerResult {
     /// `[D, E]`, summed over ranks
     pub grad_gate: Vec<f64>,
     /// Of rank 0.
+    pub stats: LayerStats,
+}
+
+/// What came out on one rank.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct LayerPart {
+    /// `[tokens of the rank, D]`
+    pub output: Vec<f32>,
+    /// `[tokens of the rank, D]`
+    pub grad_x: Vec<f64>,
+    /// `[experts of the rank, D, 2F]`
+    pub grad_gate_up: Vec<f64>,
+    /// `[experts of the rank, F, D]`
+    pub grad_down: Vec<f64>,
+    /// `[D, E]`, this rank's share
+    pub grad_gate: Vec<f64>,
+    /// What the layer did.
     pub stats: LayerStats,
 }
 
@@ -106,61 +126,62 @@ impl LayerRun {
 
     /// Runs forward and backward of `sum(output * loss_factors)`.
     pub fn run(&self) -> LayerResult {
-        let width = self.config.router.d_model;
-        let (x, factors) = (self.tokens(), self.loss_factors());
-        let parts = ranks::run(self.ranks, RankOptions::default(), |comm| {
-            let device = self.device.clone().autodiff();
-            let tokens = self.tokens_of(comm.rank());
-            let part = |all: &[f32]| {
-                let own = all[tokens.start * width..tokens.end * width].to_vec();
-                Tensor::<2>::from_data(
-                    TensorData::new(own, [tokens.len(), width]),
-                    (&device, DType::F32),
-                )
-            };
-            let options = ParallelOptions {
-                balance: self.balance,
-                slots: self.slots,
-                combine: self.combine,
-                topology: Some(Topology::nodes(self.ranks, self.nodes).unwrap()),
-                hierarchical: self.hierarchical,
-                overlap: self.overlap,
-                ..Default::default()
-            };
-            let ep = ExpertParallel::new(comm.clone(), options).unwrap();
-            let mut moe = self.config.init_parallel(&ep, 3, &device).unwrap();
-            self.heat(&mut moe);
-            let x = part(&x).require_grad();
-            let out = moe.forward(x.clone());
-            let grads = (out.clone() * part(&factors)).sum().backward();
-            let grad = |g: Option<Tensor<3>>, like: Tensor<3>| {
-                values(&g.unwrap_or_else(|| like.inner().zeros_like()))
-            };
-            (
-                out.to_data().iter::<f32>().collect::<Vec<_>>(),
-                values(&x.grad(&grads).unwrap()),
-                grad(
-                    moe.experts.gate_up.val().grad(&grads),
-                    moe.experts.gate_up.val(),
-                ),
-                grad(moe.experts.down.val().grad(&grads), moe.experts.down.val()),
-                values(&moe.router.gate.val().grad(&grads).unwrap()),
-                ep.take_stats().remove(0),
-            )
-        });
-        let mut grad_gate = vec![0.0; parts[0].4.len()];
+        let parts = ranks::run(self.ranks, RankOptions::default(), |comm| self.rank(comm));
+        let mut grad_gate = vec![0.0; parts[0].grad_gate.len()];
         for part in &parts {
-            for (sum, v) in grad_gate.iter_mut().zip(&part.4) {
+            for (sum, v) in grad_gate.iter_mut().zip(&part.grad_gate) {
                 *sum += v;
             }
         }
         LayerResult {
-            output: parts.iter().flat_map(|p| p.0.clone()).collect(),
-            grad_x: parts.iter().flat_map(|p| p.1.clone()).collect(),
-            grad_gate_up: parts.iter().flat_map(|p| p.2.clone()).collect(),
-            grad_down: parts.iter().flat_map(|p| p.3.clone()).collect(),
+            output: parts.iter().flat_map(|p| p.output.clone()).collect(),
+            grad_x: parts.iter().flat_map(|p| p.grad_x.clone()).collect(),
+            grad_gate_up: parts.iter().flat_map(|p| p.grad_gate_up.clone()).collect(),
+            grad_down: parts.iter().flat_map(|p| p.grad_down.clone()).collect(),
             grad_gate,
-            stats: parts[0].5.clone(),
+            stats: parts[0].stats.clone(),
+        }
+    }
+
+    /// What one of the ranks does: its tokens, its experts.
+    pub fn rank(&self, comm: Arc<dyn Communicator>) -> LayerPart {
+        let width = self.config.router.d_model;
+        let (x, factors) = (self.tokens(), self.loss_factors());
+        let device = self.device.clone().autodiff();
+        let tokens = self.tokens_of(comm.rank());
+        let part = |all: &[f32]| {
+            let own = all[tokens.start * width..tokens.end * width].to_vec();
+            Tensor::<2>::from_data(
+                TensorData::new(own, [tokens.len(), width]),
+                (&device, DType::F32),
+            )
+        };
+        let options = ParallelOptions {
+            balance: self.balance,
+            slots: self.slots,
+            combine: self.combine,
+            topology: Some(Topology::nodes(self.ranks, self.nodes).unwrap()),
+            hierarchical: self.hierarchical,
+            overlap: self.overlap,
+            ..Default::default()
+        };
+        let ep = ExpertParallel::new(comm, options).unwrap();
+        let mut moe = self.config.init_parallel(&ep, 3, &device).unwrap();
+        self.heat(&mut moe);
+        let x = part(&x).require_grad();
+        let out = moe.forward(x.clone());
+        let grads = (out.clone() * part(&factors)).sum().backward();
+        let grad = |weights: Tensor<3>| {
+            let grad = weights.grad(&grads);
+            values(&grad.unwrap_or_else(|| weights.inner().zeros_like()))
+        };
+        LayerPart {
+            output: out.to_data().iter::<f32>().collect(),
+            grad_x: values(&x.grad(&grads).unwrap()),
+            grad_gate_up: grad(moe.experts.gate_up.val()),
+            grad_down: grad(moe.experts.down.val()),
+            grad_gate: values(&moe.router.gate.val().grad(&grads).unwrap()),
+            stats: ep.take_stats().remove(0),
         }
     }
 

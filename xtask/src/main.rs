@@ -121,6 +121,8 @@ fn check_cuda() -> bool {
     };
     let packages = ["cubecl-kernels", "burn-moe", "burn-moe-tests"];
     let mut arguments = with_features(&packages, &["cuda"]);
+    let linked = ["burn-moe", "burn-moe-tests", "burn-moe-examples"];
+    arguments.extend(with_features(&linked, &["nccl"]));
     arguments.extend(["--all-targets", "--", "-D", "warnings"].map(String::from));
     cargo("clippy", &[], &arguments, &llvm.environment(true))
 }
@@ -163,9 +165,12 @@ fn test_runtimes(runtimes: &[Runtime], fusion: bool, more: &[String]) -> bool {
         Err(error) => return refuse(error),
     };
     let features: Vec<_> = runtimes.iter().map(|runtime| runtime.feature()).collect();
-    // Both packages in one go: on their own they ask for other features of CubeCL, and each would
+    // All packages in one go: on their own they ask for other features of CubeCL, and each would
     // build it again. So the tests must be named.
-    let mut arguments = with_features(&["cubecl-kernels", "burn-moe-tests"], &features);
+    let packages = ["cubecl-kernels", "burn-moe", "burn-moe-tests"];
+    let mut arguments = with_features(&packages, &features);
+    // Exchanges between devices, whose tests take the memory of the CPU runtime for that of GPUs.
+    arguments.extend(["--features".into(), "burn-moe/link".into()]);
     if fusion {
         arguments.extend(["--features".into(), "burn-moe-tests/fusion".into()]);
     }

@@ -6,6 +6,13 @@ use bytes::Bytes;
 
 use super::{CommError, Communicator, Key};
 
+/// A message to itself: sending fails when a rank is lost, and what was sent is there at once.
+pub(super) fn check_ranks<C: Communicator + ?Sized>(comm: &C, key: Key) -> Result<(), CommError> {
+    let (rank, key) = (comm.rank(), key.about());
+    comm.send(rank, key, Bytes::new())?;
+    comm.recv(rank, key).map(drop)
+}
+
 pub(super) fn all_to_all<C: Communicator + ?Sized>(
     comm: &C,
     key: Key,

@@ -46,6 +46,17 @@ pub trait Communicator: Send + Sync {
     /// What a rank sent before it was lost is still delivered.
     fn recv(&self, from: usize, key: Key) -> Result<Bytes, CommError>;
 
+    /// Fails when a rank is known to be lost. Waits for nobody; `key` is the operation that the error names.
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        collectives::check_ranks(self, key)
+    }
+
+    /// A way between the devices of the ranks beside this communicator, where there is one.
+    #[cfg(any(test, feature = "link"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        None
+    }
+
     /// Sends `parts[r]` to each rank `r` and returns what each rank sent here, index = rank.
     ///
     /// Parts may differ in size and be empty. The rank's own part passes through without a copy.

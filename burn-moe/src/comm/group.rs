@@ -43,6 +43,8 @@ fn group(
         parent: comm.clone(),
         rank: rank.expect("a rank has the color that it gave"),
         topology: Topology::from_domains(ranks.iter().map(|r| topology.domain(*r)).collect()),
+        #[cfg(any(test, feature = "link"))]
+        link: comm.device_link().map(|link| link.of_group(&ranks)),
         ranks,
         number: number(key, color),
     })
@@ -55,6 +57,8 @@ struct Group {
     /// The members, as the parent numbers them.
     ranks: Vec<usize>,
     number: u64,
+    #[cfg(any(test, feature = "link"))]
+    link: Option<super::nccl::Link>,
 }
 
 impl Group {
@@ -102,6 +106,15 @@ impl Communicator for Group {
     fn recv(&self, from: usize, key: Key) -> Result<Bytes, CommError> {
         let from = self.parents(from, key)?;
         self.parent.recv(from, self.key(key))
+    }
+
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        self.parent.check(self.key(key))
+    }
+
+    #[cfg(any(test, feature = "link"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        self.link.as_ref()
     }
 
     clock_methods!(|own| own.parent);

@@ -83,6 +83,15 @@ impl Communicator for Routed {
         exchange_over(&*self.inner, &self.topology, key, parts)
     }
 
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        self.inner.check(key)
+    }
+
+    #[cfg(any(test, feature = "link"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        self.inner.device_link()
+    }
+
     clock_methods!(|own| own.inner);
 }
 

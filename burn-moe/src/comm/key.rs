@@ -12,7 +12,8 @@ pub struct Key {
     pub layer: u32,
     /// The operation and its direction.
     pub op: Op,
-    /// A chunk or sub-message of the operation, for example a replica slot. Zero when there is only one.
+    /// A chunk or sub-message of the operation, for example a replica slot. Zero when there is only one; the highest
+    /// number is for what ranks tell each other about the operation itself.
     pub part: u32,
     /// The sub-group that exchanges it, 0 for the whole world. [`split`](super::split) sets it; nobody else needs to.
     pub group: u64,
@@ -35,6 +36,11 @@ impl Key {
         Self { part, ..self }
     }
 
+    /// The key of what ranks tell each other about this operation, and errors show as this operation.
+    pub(crate) const fn about(self) -> Self {
+        self.with_part(ABOUT)
+    }
+
     /// The same place in the model and in the run, another operation, part 0.
     ///
     /// Backward code gets its key from the one the forward pass kept.
@@ -47,6 +53,8 @@ impl Key {
     }
 }
 
+const ABOUT: u32 = u32::MAX;
+
 /// Readable, for errors: `dispatch (layer 3, micro-batch 17)`, with the part when it is not 0.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -55,7 +63,7 @@ impl fmt::Display for Key {
             "{} (layer {}, micro-batch {}",
             self.op, self.layer, self.step
         )?;
-        if self.part != 0 {
+        if self.part != 0 && self.part != ABOUT {
             write!(f, ", part {}", self.part)?;
         }
         if self.group != 0 {

@@ -9,7 +9,8 @@ use bytes::Bytes;
 use super::clock::{clock_methods, lock};
 use super::{CommError, Communicator, Key, Op, Topology};
 
-/// A communicator that measures: bytes to other ranks and time by operation.
+/// A communicator that measures: bytes to other ranks and time by operation. What travels over a link between devices is
+/// not among it; the link counts that itself.
 pub struct Meter {
     inner: Arc<dyn Communicator>,
     traffic: Mutex<BTreeMap<Op, Traffic>>,
@@ -94,6 +95,15 @@ impl Communicator for Meter {
         self.measure(key.op, bytes, messages, || {
             self.inner.all_to_all(key, parts)
         })
+    }
+
+    fn check(&self, key: Key) -> Result<(), CommError> {
+        self.inner.check(key)
+    }
+
+    #[cfg(any(test, feature = "link"))]
+    fn device_link(&self) -> Option<&super::nccl::Link> {
+        self.inner.device_link()
     }
 
     clock_methods!(|own| own.inner);

@@ -4,7 +4,8 @@
 //! counted byte buffers, addressed by [`Key`]: the meaning of a message (micro-batch, layer, operation, part) and not
 //! its place in a sequence, because the order in which a backward pass visits its branches differs between ranks.
 //!
-//! Nothing here knows a tensor. Engines need only [`Communicator::send`] and [`Communicator::recv`]; every collective
+//! Nothing here knows a tensor. With the feature `nccl` a communicator may have a link between the ranks' GPUs beside it.
+//! Engines need only [`Communicator::send`] and [`Communicator::recv`]; every collective
 //! is a provided method built on those two, which an engine with native collectives overrides.
 //!
 //! No operation waits for ever: a rank that panics, fails or returns early makes the operations of the others fail at
@@ -22,6 +23,8 @@ mod local;
 mod meter;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(any(test, feature = "link"))]
+pub mod nccl;
 mod outcome;
 mod ranks;
 #[cfg(feature = "tcp")]

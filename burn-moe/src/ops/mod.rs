@@ -13,18 +13,21 @@
 //! | [`all_to_all_rows`] | rows to the ranks that compute them | the same, the other way |
 //! | [`select_experts`] | group-limited top-k | none (ids) |
 //!
-//! A backend that wants to run MoE layers implements [`MoeOps`]; the two operations that talk to
-//! other ranks have default bodies that pass through host memory.
+//! A backend that wants to run MoE layers implements [`MoeOps`]; the operations that talk to
+//! other ranks have default bodies that pass through host memory. On CUDA tensors they go from
+//! device to device where the communicator has a link (feature `nccl`).
 
 mod backends;
 mod exchange;
 mod functions;
+mod replication;
 
-pub use exchange::{Pass, Replica, ReplicaPool, Replication, RowExchange};
+pub use exchange::RowExchange;
 pub(crate) use functions::reshape;
 pub use functions::{
     all_to_all_rows, expert_swiglu, gather_rows, select_experts, send_experts, sum_rows,
 };
+pub use replication::{Pass, Replica, ReplicaPool, Replication};
 
 use burn::backend::{
     Backend, backend_extension,

@@ -172,7 +172,7 @@ pub(crate) fn forward(
     // Outputs come back last, so their gradients are what the backward pass sends first.
     let combining = |send: &[usize], receive: &[usize]| {
         let exchange = exchange(Op::Combine, Op::CombineBackward, send, receive);
-        if !options.overlap || replication.outgoing().is_empty() {
+        if !options.overlap || replication.is_none() {
             return exchange;
         }
         let (send_weights, replication) = (send_weights.clone(), replication.clone());
@@ -340,14 +340,19 @@ fn replication(layer: &ParallelLayer, plan: &Plan, step: u64) -> Replication {
         }
     }
     incoming.sort_by_key(|replica| replica.slot);
-    Replication::new(
+    let replication = Replication::new(
         comm.clone(),
         step,
         layer.layer,
         outgoing,
         incoming,
         layer.ep.pool.clone(),
-    )
+    );
+    #[cfg(feature = "link")]
+    if !replication.is_none() && comm.device_link().is_some() {
+        return replication.with_hops(super::hops::weight_hops(rank, placement, plan));
+    }
+    replication
 }
 
 fn indices(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {

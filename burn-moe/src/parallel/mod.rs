@@ -16,6 +16,8 @@ mod clip;
 mod dispatch;
 mod forward;
 mod gradients;
+#[cfg(any(test, feature = "link"))]
+pub(crate) mod hops;
 #[cfg(feature = "autodiff")]
 mod mesh;
 
@@ -77,6 +79,7 @@ pub struct ParallelOptions {
     pub topology: Option<Topology>,
     /// Rows between domains travel in one message for each pair of domains and index: first to the rank of the same
     /// index in the target domain, which hands them on inside. Fewer and larger messages on the slow links, the same bits.
+    /// Between GPUs that NCCL links, this is left to NCCL.
     pub hierarchical: bool,
     /// Sends the weights of replicas before the tokens they are for, in both passes, so that they are on their way while
     /// tokens travel and home experts compute. Off, they are sent when they are waited for; for comparison.

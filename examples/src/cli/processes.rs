@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 #[cfg(feature = "mpi")]
 use burn_moe::comm::mpi::try_run_mpi;
+#[cfg(feature = "nccl")]
+use burn_moe::comm::nccl::{self, NcclOptions};
 #[cfg(feature = "tcp")]
 use burn_moe::comm::tcp::{Launch, try_run_tcp};
 use burn_moe::comm::{CommError, Communicator, Key, Op, RankOptions, RanksError};
@@ -36,6 +38,17 @@ pub(super) fn run<R: Send + Serialize + DeserializeOwned>(
                 message: error.to_string(),
             })?;
             try_run_tcp(&launch, ranks, options, f)?
+        }
+        #[cfg(feature = "nccl")]
+        CommArg::Nccl => {
+            let launch = Launch::from_env().map_err(|error| RanksError::Engine {
+                engine: "NCCL",
+                message: error.to_string(),
+            })?;
+            try_run_tcp(&launch, ranks, options, |comm| {
+                let device = nccl::local_device()?;
+                f(nccl::connect(comm, device, NcclOptions::default())?)
+            })?
         }
         _ => unreachable!("validate has refused it"),
     };

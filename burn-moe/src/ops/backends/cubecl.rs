@@ -1,6 +1,7 @@
 //! CubeCL, all its runtimes: the kernels of `cubecl-kernels` on Burn's tensors. Nothing here waits
-//! for the device or for another rank; what talks to other ranks keeps its default bodies, which
-//! run on the rank's own thread.
+//! for the device or for another rank; what talks to other ranks runs on the rank's own thread:
+//! over NCCL where there is a link between the ranks' CUDA devices, else in its default bodies,
+//! through host memory.
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -10,7 +11,11 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice, cubecl::client::Client};
 use cubecl_kernels::{DeviceTensor, ExpertWeights, KernelError, matmul, router, rows, swiglu};
 
+#[cfg(feature = "link")]
+use super::link;
 use crate::ops::{MoeOps, TopK};
+#[cfg(feature = "link")]
+use crate::ops::{Pass, Replication, RowExchange, exchange};
 
 impl MoeOps for CubeBackend {
     fn select_experts(
@@ -147,6 +152,51 @@ impl MoeOps for CubeBackend {
             place.result(dslot_gate_up, dtype),
             place.result(dslot_down, dtype),
         )
+    }
+
+    #[cfg(feature = "link")]
+    fn fetch_experts(
+        gate_up: FloatTensor<Self>,
+        down: FloatTensor<Self>,
+        replication: Replication,
+        pass: Pass,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        match link::of_replicas(&replication, &gate_up) {
+            Some(way) => link::fetch_experts([gate_up, down], &replication, pass, &way),
+            None => exchange::fetch_experts_through_host::<Self>(gate_up, down, &replication, pass),
+        }
+    }
+
+    #[cfg(feature = "link")]
+    fn return_expert_grads(
+        gate_up: FloatTensor<Self>,
+        down: FloatTensor<Self>,
+        slot_gate_up: FloatTensor<Self>,
+        slot_down: FloatTensor<Self>,
+        replication: Replication,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (home, slots) = ([gate_up, down], [slot_gate_up, slot_down]);
+        match link::of_replicas(&replication, &home[0]) {
+            Some(way) => link::return_expert_grads(home, slots, &replication, &way),
+            None => {
+                let ([gate_up, down], [slot_gate_up, slot_down]) = (home, slots);
+                exchange::return_grads_through_host::<Self>(
+                    gate_up,
+                    down,
+                    slot_gate_up,
+                    slot_down,
+                    &replication,
+                )
+            }
+        }
+    }
+
+    #[cfg(feature = "link")]
+    fn all_to_all_rows(x: FloatTensor<Self>, exchange: RowExchange) -> FloatTensor<Self> {
+        match link::of(&exchange.comm, &x) {
+            Some(way) => link::all_to_all_rows(x, &exchange, &way),
+            None => exchange::all_to_all_through_host::<Self>(x, exchange),
+        }
     }
 }
 

@@ -4,3 +4,5 @@ mod autodiff;
 mod cubecl;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "link")]
+mod link;
