@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::{DType, Device};
 use burn_moe::comm::{Communicator, Key, Op};
@@ -152,6 +153,29 @@ pub fn large(comm: &Comm) -> Done {
             for (i, bytes) in payload.chunks_exact(8).enumerate() {
                 assert_eq!(bytes, word(i).to_le_bytes(), "word {i}");
             }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Rank 0 sends as much as takes a while, and returns. It says when it is about to, and when it has.
+pub fn send_and_return(comm: &Comm) -> Done {
+    const BYTES: usize = 400 << 20;
+    let key = key(Op::Replicate, 0);
+    match comm.rank() {
+        0 => {
+            let payload = vec![7; BYTES];
+            println!("ready");
+            // For the test to find out about the processes.
+            std::thread::sleep(Duration::from_millis(500));
+            comm.send(1, key, payload.into())?;
+            println!("sent");
+        }
+        1 => {
+            let payload = comm.recv(0, key)?;
+            assert_eq!(payload.len(), BYTES);
+            assert_eq!([payload[0], payload[BYTES / 2], payload[BYTES - 1]], [7; 3]);
         }
         _ => {}
     }

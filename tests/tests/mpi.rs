@@ -277,6 +277,20 @@ fn a_process_that_is_stopped_for_less_than_the_timeout() {
     assert!(end.stdout.contains(&"step 11".to_owned()));
 }
 
+/// Its process stays until its messages have arrived, so they are waited for, here while it is stopped.
+#[test]
+fn a_large_message_of_a_rank_that_has_returned() {
+    let world = World::start(2, 2, 60.0, &["send-and-return"]);
+    world.await_line("ready");
+    let pids = world.pids();
+    world.await_line("sent");
+    signal("STOP", pids[&0]);
+    std::thread::sleep(Duration::from_secs(3));
+    signal("CONT", pids[&0]);
+    let end = world.end(&pids);
+    assert_eq!(end.code, Some(0), "{}", end.stderr);
+}
+
 #[test]
 fn a_rank_that_panics_fails_or_returns() {
     for (fault, victim, what) in [

@@ -51,6 +51,7 @@ fn run(arguments: &[String]) -> Result<(), Box<dyn Error>> {
         }
         "messages" => processes::messages(&comm),
         "large" => processes::large(&comm),
+        "send-and-return" => processes::send_and_return(&comm),
         "train" => processes::train(&comm, rest),
         task => Err(format!("there is no task {task}").into()),
     };
