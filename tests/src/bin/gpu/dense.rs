@@ -207,7 +207,7 @@ impl Sample {
             let found = out(element.row, element.column);
             // Room for the rounding of bf16; a wrong element is off by about the scale.
             let off = (found - element.value).abs();
-            if !(off <= 0.02 * element.scale.max(element.value.abs())) {
+            if off.is_nan() || off > 0.02 * element.scale.max(element.value.abs()) {
                 return Err(format!("wrong: {found} where {} is right", element.value));
             }
         }

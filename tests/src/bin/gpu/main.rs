@@ -192,7 +192,10 @@ fn measure(
                 .all(|row| row.kind == report::Kind::Product)
         {
             for row in movement::measure(client, timing, sizes, kind, &more_time) {
-                let what = row.as_ref().map_or("", |row| &row.kernel).to_string();
+                let what = row
+                    .as_ref()
+                    .map_or("movement", |row| &row.kernel)
+                    .to_string();
                 note(report, what, row);
             }
         }

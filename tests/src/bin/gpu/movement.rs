@@ -69,7 +69,7 @@ pub fn measure(
         Ok(bench) => bench,
         Err(error) => return vec![Err(error)],
     };
-    let kernels: [(&str, fn(&Bench) -> Result<Row, String>); 7] = [
+    let kernels: [(&str, Kernel); 7] = [
         ("route", Bench::route),
         ("sort_by_expert", Bench::sort),
         ("gather_rows (permute)", Bench::permute),
@@ -93,6 +93,9 @@ pub fn measure(
     }
     found
 }
+
+/// How a kernel is measured.
+type Kernel = fn(&Bench) -> Result<Row, String>;
 
 struct Bench {
     client: Client,

@@ -33,7 +33,7 @@ pub fn run<T: Value>(checks: &mut Checks) {
             let row = |token: &i32| x64[*token as usize * width..][..width].to_vec();
             let expected: Vec<f64> = source.iter().flat_map(row).collect();
             match error_of::<T>(client, &out, &expected)? {
-                Some(error) if error == 0.0 => Ok(None),
+                Some(0.0) => Ok(None),
                 error => Err(format!("off by {error:?}")),
             }
         });
