@@ -165,7 +165,7 @@ impl Ours {
 
 /// In many chains, so that only memory limits it.
 fn sum(values: &[f32]) -> f32 {
-    let mut sums = [0.0; 64];
+    let mut sums = [0.0; 32];
     for values in values.chunks_exact(sums.len()) {
         for (sum, value) in sums.iter_mut().zip(values) {
             *sum += value;

@@ -11,7 +11,7 @@ use super::kernels::{Aside, Kernels, MOST_STREAM_ROWS, Store, Tile, fence};
 const PANEL_DEPTH: usize = 48;
 
 /// Rows of the left operand that take turns with a panel: about the second-level cache.
-const BLOCK_ROWS: usize = 256;
+const BLOCK_ROWS: usize = 128;
 
 /// How many steps ahead weights are fetched that are used once.
 const STEPS_AHEAD: usize = 12;

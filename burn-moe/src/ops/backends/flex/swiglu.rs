@@ -11,7 +11,7 @@ use std::ops::Range;
 const MIN_BLOCK_ROWS: usize = 32;
 
 /// Row blocks are cut above this: what a block computes between its products stays in the cache.
-const MAX_BLOCK_ROWS: usize = 256;
+const MAX_BLOCK_ROWS: usize = 128;
 
 /// Weight gradients are not cut into blocks of fewer rows: each reads all of one operand.
 const MIN_GRAD_ROWS: usize = 96;
