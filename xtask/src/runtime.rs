@@ -65,9 +65,15 @@ impl Runtime {
     /// What makes the tests run on this runtime rather than on another one of the same build:
     /// the first is read by the tests of `cubecl-kernels`, the second by Burn.
     pub fn selection(self) -> Environment {
-        ["CUBECL_KERNELS_RUNTIME", "BURN_DEVICE"]
+        let mut environment = ["CUBECL_KERNELS_RUNTIME", "BURN_DEVICE"]
             .map(|name| (name, self.feature().into()))
-            .to_vec()
+            .to_vec();
+        // A kernel takes all cores, whose threads spin while they wait for each other: two kernels
+        // at a time take many times as long as one after the other.
+        if self == Self::Cpu && std::env::var_os("RUST_TEST_THREADS").is_none() {
+            environment.push(("RUST_TEST_THREADS", "1".into()));
+        }
+        environment
     }
 }
 

@@ -10,7 +10,7 @@ use super::kernels::{Aside, Kernels, MOST_STREAM_ROWS, Store, Tile, fence};
 /// come and go.
 const PANEL_DEPTH: usize = 48;
 
-/// Rows of the left operand that take turns with a panel: about the second-level cache.
+/// Rows of the left operand that take turns with a panel: with their outputs, half the second-level cache or less.
 const BLOCK_ROWS: usize = 128;
 
 /// How many steps ahead weights are fetched that are used once.
