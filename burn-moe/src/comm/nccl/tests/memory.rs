@@ -208,7 +208,7 @@ impl Engine for MemoryEngine {
         let idle = {
             let state = lock(&self.fabric.state);
             let own = &state.ranks[&self.rank];
-            own.finished == own.started
+            own.aborted || own.finished == own.started
         };
         self.abort();
         assert!(idle, "closed while something was under way");
