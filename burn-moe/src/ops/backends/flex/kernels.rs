@@ -20,9 +20,10 @@ pub(super) const MOST_TILE: usize = MOST_ROWS * MOST_VECTORS * 16;
 /// A tile of `out [rows, columns] = x [rows, depth] * w [depth, columns]`.
 pub(super) struct Tile<T> {
     pub depth: usize,
-    /// First element of `x`, whose rows are contiguous, and how far they lie apart.
+    /// First element of `x`, how far its rows lie apart, and how far its steps of the depth.
     pub x: *const T,
     pub x_row: usize,
+    pub x_step: usize,
     /// First element of `w`, whose rows are contiguous, and how far they lie apart.
     pub w: *const T,
     pub w_row: usize,
@@ -187,11 +188,8 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize, const ASIDE: 
                 }
             }
         }
-        let mut rows = [tile.x; ROWS];
-        for (row, start) in rows.iter_mut().enumerate() {
-            *start = tile.x.add(row * tile.x_row);
-        }
-        let (mut w, mut ahead, mut packed) = (tile.w, tile.ahead, tile.packed);
+        let (mut x, mut w) = (tile.x, tile.w);
+        let (mut ahead, mut packed) = (tile.ahead, tile.packed);
         // Steps for each row that is fetched ahead.
         let steps = if ASIDE == FETCH_EIGHTH { 8 } else { 1 };
         let mut depth = 0;
@@ -209,12 +207,13 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize, const ASIDE: 
                         column.store(packed.add(vector * V::LANES));
                     }
                 }
-                for (row, sums) in rows.iter().zip(&mut sums) {
-                    let x = V::splat(*row.add(depth + step));
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let x = V::splat(*x.add(row * tile.x_row));
                     for (sum, column) in sums.iter_mut().zip(columns) {
                         *sum = sum.plus_product(x, column);
                     }
                 }
+                x = x.wrapping_add(tile.x_step);
                 w = w.wrapping_add(tile.w_row);
                 packed = packed.wrapping_add(VECTORS * V::LANES);
             }
@@ -280,7 +279,7 @@ unsafe fn steps<V: Vector, const ROWS: usize, const STEPS: usize>(
         let mut x = [[V::splat(zero); STEPS]; ROWS];
         for (row, x) in x.iter_mut().enumerate() {
             for (step, x) in x.iter_mut().enumerate() {
-                *x = V::splat(*tile.x.add(row * tile.x_row + depth + step));
+                *x = V::splat(*tile.x.add(row * tile.x_row + (depth + step) * tile.x_step));
             }
         }
         let w = tile.w.add(depth * tile.w_row);

@@ -5,19 +5,30 @@ use super::activation::Real;
 use super::buffers::{ALIGN, Buffer};
 use super::kernels::{Aside, Kernels, MOST_STREAM_ROWS, Store, Tile, fence};
 
-/// Depth of a panel. Rows of weights lie in pages of their own, of which the hardware follows 32 or so
-/// at a time to fetch ahead: 48 reach memory faster than 128 do, and 16 rows cost more in sums that
-/// come and go.
-const PANEL_DEPTH: usize = 48;
+/// Depth of a panel that meets few rows. Rows of weights lie in pages of their own, of which the
+/// hardware follows 32 or so at a time to fetch ahead: 48 reach memory faster than 128 do, and 16 rows
+/// cost more in sums that come and go.
+const SHALLOW_PANEL: usize = 48;
 
-/// Rows of the left operand that take turns with a panel: with their outputs, half the second-level cache or less.
-const BLOCK_ROWS: usize = 128;
+/// Depth of a panel that meets [`MANY_ROWS`] or more: for these, sums that come and go cost more than
+/// what the wait for the panel does, and than reading it from the second-level cache.
+const DEEP_PANEL: usize = 256;
+
+/// Rows from which on panels are deep.
+const MANY_ROWS: usize = 48;
+
+/// Rows of the left operand that take turns with a panel: with their outputs, they fit the second-level
+/// cache.
+const BLOCK_ROWS: usize = 256;
 
 /// How many steps ahead weights are fetched that are used once.
 const STEPS_AHEAD: usize = 12;
 
 /// Depths up to this one weight gradients do not cut: they are written once.
 const GRAD_DEPTH: usize = 512;
+
+/// Steps of the depth that are packed together: of `f32`, a line of the cache, where they are packed as columns.
+const STEPS_TOGETHER: usize = 16;
 
 /// `out [m, n] = x [m, k] * w [k, n]`.
 pub(super) fn matmul<T: Real>(x: &[T], w: &[T], out: &mut [T], k: usize, n: usize) {
@@ -42,13 +53,18 @@ fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: 
     if streamed == n {
         return;
     }
-    let mut panel = Buffer::<T>::new(PANEL_DEPTH * most);
+    let panel_depth = if m < MANY_ROWS {
+        SHALLOW_PANEL
+    } else {
+        DEEP_PANEL
+    };
+    let mut panel = Buffer::<T>::new(panel_depth * most);
     for first in (0..m).step_by(BLOCK_ROWS) {
         let rows = BLOCK_ROWS.min(m - first);
         // Panels side by side follow each other: one under the other they would meet in few sets of
         // the cache, where rows of weights are some KiB long, and drive each other out.
-        for from in (0..k).step_by(PANEL_DEPTH) {
-            let depth = PANEL_DEPTH.min(k - from);
+        for from in (0..k).step_by(panel_depth) {
+            let depth = panel_depth.min(k - from);
             for column in (streamed..n).step_by(most) {
                 let width = most.min(n - column);
                 let vectors = width.div_ceil(kernels.lanes);
@@ -64,6 +80,7 @@ fn matmul_by<T: Real>(kernels: &Kernels<T>, x: &[T], w: &[T], out: &mut [T], k: 
                     depth,
                     x: x.as_ptr(),
                     x_row: k,
+                    x_step: 1,
                     w: weights.as_ptr(),
                     w_row: n,
                     out: out.as_mut_ptr(),
@@ -116,6 +133,7 @@ fn stream<T: Real>(
         depth: k,
         x: x.as_ptr(),
         x_row: k,
+        x_step: 1,
         w: w.as_ptr(),
         w_row: n,
         out: out.as_mut_ptr(),
@@ -188,6 +206,7 @@ fn transposed_by<T: Real>(
                     depth: n,
                     x: w[(from + row) * n..].as_ptr(),
                     x_row: n,
+                    x_step: 1,
                     w: turned_grad.as_ptr(),
                     w_row: stride,
                     out: turned.as_mut_ptr(),
@@ -225,12 +244,34 @@ fn transposed_by<T: Real>(
 /// the rest of each row becomes zero.
 fn transpose<T: Real>(from: &[T], columns: usize, to: &mut [T], stride: usize) {
     let rows = from.len().checked_div(columns).unwrap_or(0);
-    for (column, to) in to.chunks_exact_mut(stride).take(columns).enumerate() {
-        let (to, rest) = to.split_at_mut(rows);
-        for (to, from) in to.iter_mut().zip(from[column..].iter().step_by(columns)) {
+    let together = (0..columns).step_by(STEPS_TOGETHER);
+    for (first, to) in together.zip(to.chunks_mut(STEPS_TOGETHER * stride)) {
+        let width = STEPS_TOGETHER.min(columns - first);
+        for (row, from) in from.chunks_exact(columns).enumerate() {
+            let to = to[row..].iter_mut().step_by(stride);
+            for (to, from) in to.zip(&from[first..first + width]) {
+                *to = *from;
+            }
+        }
+        for to in to.chunks_exact_mut(stride).take(width) {
+            to[rows..].fill(T::zero());
+        }
+    }
+}
+
+/// Copies up to as many elements as a tile has rows: by two copies of a fixed size where that will do.
+#[inline(always)]
+fn copy_few<T: Copy>(from: &[T], to: &mut [T]) {
+    const FIXED: usize = 4;
+    let len = to.len();
+    assert!(from.len() == len && len <= 2 * FIXED);
+    if len < FIXED {
+        for (to, from) in to.iter_mut().zip(from) {
             *to = *from;
         }
-        rest.fill(T::zero());
+    } else {
+        to[..FIXED].copy_from_slice(&from[..FIXED]);
+        to[len - FIXED..].copy_from_slice(&from[len - FIXED..]);
     }
 }
 
@@ -273,11 +314,18 @@ fn weight_grad_by<T: Real>(
         let best = kernels.rows[kernels.vectors.min(n.div_ceil(kernels.lanes)) - 1];
         let blocks = rows.div_ceil(best);
         let at = |block: usize| rows * block / blocks;
-        // The left operand, turned.
-        for (row, left) in left.chunks_exact_mut(depth).take(rows).enumerate() {
-            let x = x[step * k + from + row..].iter().step_by(k);
-            for (left, x) in left.iter_mut().zip(x) {
-                *left = *x;
+        // The left operand: what each block of rows takes at a step of the depth, side by side. A few
+        // steps at a time, so that neither where they come from nor where they go to strides far.
+        for some in (0..depth).step_by(STEPS_TOGETHER) {
+            let steps = STEPS_TOGETHER.min(depth - some);
+            for block in 0..blocks {
+                let (first, end) = (at(block), at(block + 1));
+                let width = end - first;
+                let left = &mut left[first * depth + some * width..][..steps * width];
+                let x = x[(step + some) * k..].chunks_exact(k);
+                for (left, x) in left.chunks_exact_mut(width).zip(x) {
+                    copy_few(&x[from + first..from + end], left);
+                }
             }
         }
         for column in (0..n).step_by(most) {
@@ -291,7 +339,8 @@ fn weight_grad_by<T: Real>(
                 let mut tile = Tile {
                     depth,
                     x: left[first * depth..].as_ptr(),
-                    x_row: depth,
+                    x_row: 1,
+                    x_step: end - first,
                     w: panel.as_ptr(),
                     w_row: stride,
                     out: out.as_mut_ptr(),
@@ -306,7 +355,7 @@ fn weight_grad_by<T: Real>(
                     packed: std::ptr::null_mut(),
                 };
                 let out = &mut out[first * n + column..];
-                // SAFETY: the turned operand has rows up to `end`, of `depth` elements, the panel
+                // SAFETY: the left operand has blocks up to `end`, of `depth` steps, the panel
                 // `depth` rows of `stride`; for streaming, rows and columns of `out` begin at
                 // multiples of `ALIGN` bytes.
                 unsafe {

@@ -10,8 +10,8 @@ use std::ops::Range;
 /// Row blocks are not cut below this: a block reads all of its expert's weights once.
 const MIN_BLOCK_ROWS: usize = 32;
 
-/// Row blocks are cut above this: what a block computes between its products stays in the cache.
-const MAX_BLOCK_ROWS: usize = 128;
+/// Row blocks are cut above this: as many as meet weights that are read once.
+const MAX_BLOCK_ROWS: usize = 256;
 
 /// Weight gradients are not cut into blocks of fewer rows: each reads all of one operand.
 const MIN_GRAD_ROWS: usize = 96;
