@@ -3,10 +3,10 @@
 use cubecl::prelude::*;
 
 use super::{
-    multiply::{multiply, write, zero_sums},
+    multiply::{Sums, multiply, write, zero_sums},
     problem::Product,
-    stage::{Staging, commit, fetch, fill},
-    tile::{FRAGMENT, TileSpec},
+    stage::{Staging, await_groups, commit, copy_ahead, end_group, fetch, fill},
+    tile::{FRAGMENT, TileSpec, Transfer},
     view::{Place, ProblemView, TraceView, expert_rows},
 };
 use crate::queue::{BACKGROUND, NONE, URGENT, draw, take};
@@ -202,7 +202,9 @@ fn compute<F: Float, S: Float, V: Size>(
     let stage_depth = comptime!(spec.depth);
     let steps = problem.depth(place).div_ceil(stage_depth);
     let mut sums = zero_sums::<V>(spec);
-    if comptime!(spec.buffers == 2) {
+    if comptime!(spec.transfer != Transfer::Registers) {
+        multiply_ahead::<F, S, V>(&*problem, place, steps, left, right, &mut sums, spec);
+    } else if comptime!(spec.buffers == 2) {
         let mut row_registers =
             Array::<Vector<F, V>>::new(comptime!(rows.blocks_per_unit() * rows.block()));
         let mut column_registers =
@@ -260,6 +262,72 @@ fn compute<F: Float, S: Float, V: Size>(
         }
     }
     write::<F, V>(problem, place, &sums, scratch, spec);
+}
+
+/// Multiplies stage by stage, while those after it are on their way.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn multiply_ahead<F: Float, S: Float, V: Size>(
+    problem: &ProblemView<F, V>,
+    place: &Place,
+    steps: usize,
+    left: &mut Shared<[Vector<S, V>]>,
+    right: &mut Shared<[Vector<S, V>]>,
+    sums: &mut Sums<V>,
+    #[comptime] spec: TileSpec,
+) {
+    let rows = comptime!(Staging::left(&spec, problem.product));
+    let columns = comptime!(Staging::right(&spec, problem.product));
+    let asynchronous = comptime!(spec.transfer == Transfer::Ahead { asynchronous: true });
+    let ahead = comptime!(spec.buffers - 1);
+    #[unroll]
+    for step in 0..ahead {
+        copy_step::<F, S, V>(problem, place, step.runtime(), steps, left, right, spec);
+    }
+    for step in 0..steps {
+        // One group a step, though those beyond the last are empty: so all but the last ones are those
+        // of the steps up to this one.
+        await_groups(comptime!(spec.buffers - 2), asynchronous);
+        // All units have their part of this stage, and are done with the one before, which is next to
+        // be filled.
+        sync_cube();
+        copy_step::<F, S, V>(problem, place, step + ahead, steps, left, right, spec);
+        let now = step % comptime!(spec.buffers);
+        multiply::<S, V>(
+            sums,
+            &*left,
+            now * comptime!(rows.size),
+            &*right,
+            now * comptime!(columns.size),
+            comptime!((rows, columns)),
+            spec,
+        );
+    }
+}
+
+/// Starts to fill the stage of a step of the depth, if there is such a step.
+#[cube]
+fn copy_step<F: Float, S: Float, V: Size>(
+    problem: &ProblemView<F, V>,
+    place: &Place,
+    step: usize,
+    steps: usize,
+    left: &mut Shared<[Vector<S, V>]>,
+    right: &mut Shared<[Vector<S, V>]>,
+    #[comptime] spec: TileSpec,
+) {
+    let rows = comptime!(Staging::left(&spec, problem.product));
+    let columns = comptime!(Staging::right(&spec, problem.product));
+    let asynchronous = comptime!(spec.transfer == Transfer::Ahead { asynchronous: true });
+    if step < steps {
+        let depth = step * comptime!(spec.depth);
+        let stage = step % comptime!(spec.buffers);
+        let start = stage * comptime!(rows.size);
+        copy_ahead::<F, S, V>(problem, place, depth, left, start, rows, asynchronous);
+        let start = stage * comptime!(columns.size);
+        copy_ahead::<F, S, V>(problem, place, depth, right, start, columns, asynchronous);
+    }
+    end_group(asynchronous);
 }
 
 /// Two fragments a plane, through which sums leave tensor cores.

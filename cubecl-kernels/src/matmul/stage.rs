@@ -1,5 +1,6 @@
 //! Filling the stages in shared memory, in two steps: `fetch` reads vectors from device memory
-//! into registers, `commit` converts them and writes them to a stage. What lies outside the tile
+//! into registers, `commit` converts them and writes them to a stage. Or in one, where an operand is
+//! staged as it lies: `copy_ahead`, with the device's asynchronous copies. What lies outside the tile
 //! is read as zero.
 //!
 //! A stage holds lines along one direction. For registers, a line is one step of the depth, so
@@ -7,7 +8,7 @@
 //! are transposed in blocks of `V` by `V` on the way. Fragments are loaded in either direction, so
 //! for them operands are staged as they lie.
 
-use cubecl::prelude::*;
+use cubecl::prelude::{barrier::copy_async_checked, *};
 
 use super::{
     problem::Product,
@@ -209,11 +210,18 @@ fn fetch_block<F: Float, V: Size>(
     let vector = block % comptime!(staging.line_vectors());
     #[unroll]
     for i in 0..comptime!(staging.block()) {
-        let value = if comptime!(staging.left) {
-            read_left::<F, V>(problem, place, depth, line + i, vector, staging)
+        let mut value = Vector::new(F::new(0.0));
+        if comptime!(staging.left) {
+            let from = find_left::<F, V>(problem, place, depth, line + i, vector, staging);
+            if from.inside {
+                value = problem.lhs[from.index];
+            }
         } else {
-            read_right::<F, V>(problem, place, depth, line + i, vector, staging)
-        };
+            let from = find_right::<F, V>(problem, place, depth, line + i, vector, staging);
+            if from.inside {
+                value = problem.right(place.expert, from.index);
+            }
+        }
         registers[comptime!(slot + i)] = value;
     }
 }
@@ -251,16 +259,126 @@ fn commit_block<F: Float, S: Float, V: Size>(
     }
 }
 
+/// Copies the stage that begins at `depth` to the one that starts at vector `start`, or starts to.
+#[cube]
+pub(crate) fn copy_ahead<F: Float, S: Float, V: Size>(
+    problem: &ProblemView<F, V>,
+    place: &Place,
+    depth: usize,
+    stage: &mut Shared<[Vector<S, V>]>,
+    start: usize,
+    #[comptime] staging: Staging,
+    #[comptime] asynchronous: bool,
+) {
+    #[unroll]
+    for i in 0..comptime!(staging.blocks_per_unit()) {
+        let block = UNIT_POS as usize + comptime!(i * staging.units);
+        let whole = comptime!((i + 1) * staging.units <= staging.blocks());
+        if whole || block < comptime!(staging.blocks()) {
+            let line = block / comptime!(staging.line_vectors());
+            let vector = block % comptime!(staging.line_vectors());
+            // Turning blocks of one element is a matter of where they go.
+            let to = if comptime!(staging.transposed) {
+                start + vector * comptime!(staging.pitch) + line
+            } else {
+                start + line * comptime!(staging.pitch) + vector
+            };
+            if comptime!(staging.left) {
+                let from = find_left::<F, V>(problem, place, depth, line, vector, staging);
+                copy_vector::<F, S, V>(&problem.lhs, &from, stage, to, asynchronous);
+            } else {
+                let from = find_right::<F, V>(problem, place, depth, line, vector, staging);
+                copy_right::<F, S, V>(problem, place.expert, &from, stage, to, asynchronous);
+            }
+        }
+    }
+}
+
+#[cube]
+fn copy_right<F: Float, S: Float, V: Size>(
+    problem: &ProblemView<F, V>,
+    expert: usize,
+    from: &Source,
+    stage: &mut Shared<[Vector<S, V>]>,
+    to: usize,
+    #[comptime] asynchronous: bool,
+) {
+    #[comptime]
+    match &problem.rhs_replicas {
+        ComptimeOption::Some(replicas) => {
+            if expert < problem.home as usize {
+                copy_vector::<F, S, V>(&problem.rhs, from, stage, to, asynchronous);
+            } else {
+                copy_vector::<F, S, V>(replicas, from, stage, to, asynchronous);
+            }
+        }
+        ComptimeOption::None => copy_vector::<F, S, V>(&problem.rhs, from, stage, to, asynchronous),
+    }
+}
+
+#[cube]
+fn copy_vector<F: Float, S: Float, V: Size>(
+    memory: &[Vector<F, V>],
+    from: &Source,
+    stage: &mut Shared<[Vector<S, V>]>,
+    to: usize,
+    #[comptime] asynchronous: bool,
+) {
+    if asynchronous {
+        // Of no vector, zeros are what arrives; the address is one that could be read all the same.
+        let (first, count) = if from.inside {
+            (from.index, 1usize.runtime())
+        } else {
+            (0usize.runtime(), 0usize.runtime())
+        };
+        let width = V::value();
+        copy_async_checked(
+            &memory[first..first + count],
+            (&mut stage[to..to + 1]).downcast_mut(),
+            comptime!(width as u32),
+        );
+    } else {
+        stage[to] = if from.inside {
+            Vector::cast_from(memory[from.index])
+        } else {
+            Vector::new(S::new(0.0))
+        };
+    }
+}
+
+/// Ends a group of asynchronous copies of this unit.
+#[cube]
+pub(crate) fn end_group(#[comptime] asynchronous: bool) {
+    if asynchronous {
+        gpu_asm!("cp.async.commit_group;");
+    }
+}
+
+/// Waits until all groups of this unit but the last `pending` have arrived.
+#[cube]
+pub(crate) fn await_groups(#[comptime] pending: usize, #[comptime] asynchronous: bool) {
+    if asynchronous {
+        gpu_asm!("cp.async.wait_group {};", const pending);
+    }
+}
+
+/// Where a vector is read, unless it lies outside the tile: then it is zero.
+#[derive(CubeType, Clone, Copy)]
+struct Source {
+    index: usize,
+    inside: bool,
+}
+
 /// A vector of the rows of the tile: `x`, or the gradient for its data.
 #[cube]
-fn read_left<F: Float, V: Size>(
+fn find_left<F: Float, V: Size>(
     problem: &ProblemView<F, V>,
     place: &Place,
     depth: usize,
     line: usize,
     vector: usize,
     #[comptime] staging: Staging,
-) -> Vector<F, V> {
+) -> Source {
     let v = comptime!(staging.vector);
     let (row, row_end, column, width) = match comptime!(problem.product) {
         Product::Forward | Product::SwiGlu => (
@@ -282,23 +400,22 @@ fn read_left<F: Float, V: Size>(
             problem.inner as usize / v,
         ),
     };
-    if row < row_end && column < width {
-        problem.lhs[row * width + column]
-    } else {
-        Vector::new(F::new(0.0))
+    Source {
+        index: row * width + column,
+        inside: row < row_end && column < width,
     }
 }
 
 /// A vector of the columns of the tile: weights, or the gradient for a weight gradient.
 #[cube]
-fn read_right<F: Float, V: Size>(
+fn find_right<F: Float, V: Size>(
     problem: &ProblemView<F, V>,
     place: &Place,
     depth: usize,
     line: usize,
     vector: usize,
     #[comptime] staging: Staging,
-) -> Vector<F, V> {
+) -> Source {
     let v = comptime!(staging.vector);
     let inner = problem.inner as usize;
     let width = problem.outer as usize / v;
@@ -314,31 +431,27 @@ fn read_right<F: Float, V: Size>(
             let columns = problem.columns() / v;
             let column = place.column / v + within;
             let row = depth + line;
-            if row < inner && column < columns {
-                let first = problem.local_expert(place.expert) * inner;
-                let index = (first + row) * width + half * columns + column;
-                problem.weight(place.expert, index)
-            } else {
-                Vector::new(F::new(0.0))
+            let first = problem.local_expert(place.expert) * inner;
+            Source {
+                index: (first + row) * width + half * columns + column,
+                inside: row < inner && column < columns,
             }
         }
         Product::DataGrad => {
             let row = place.column + line;
             let column = depth / v + vector;
-            if row < inner && column < width {
-                let first = problem.local_expert(place.expert) * inner;
-                problem.weight(place.expert, (first + row) * width + column)
-            } else {
-                Vector::new(F::new(0.0))
+            let first = problem.local_expert(place.expert) * inner;
+            Source {
+                index: (first + row) * width + column,
+                inside: row < inner && column < width,
             }
         }
         Product::WeightGrad => {
             let row = place.begin + depth + line;
             let column = place.column / v + vector;
-            if row < place.end && column < width {
-                problem.rhs[row * width + column]
-            } else {
-                Vector::new(F::new(0.0))
+            Source {
+                index: row * width + column,
+                inside: row < place.end && column < width,
             }
         }
     }

@@ -8,7 +8,7 @@ use super::{
     Tiling,
     launch::run_with,
     problem::{Problem, Product},
-    tile::{Engine, TileSpec},
+    tile::{Engine, TileSpec, Transfer},
     tune::MOST_CANDIDATES,
 };
 use crate::{
@@ -176,6 +176,7 @@ fn unusual_tiles_are_right() {
             vector,
             depth,
             buffers,
+            transfer: Transfer::Registers,
             engine: Engine::Registers {
                 units_m: 1,
                 units_n: units,
@@ -184,6 +185,33 @@ fn unusual_tiles_are_right() {
             },
         };
         check_specs::<f32>(Case::new([9, 0, 5, 2], 16, 24), &[spec]);
+    }
+}
+
+/// Stages filled ahead of the one that is computed, with plain copies: fewer steps than stages, and more.
+#[test]
+fn stages_filled_ahead_are_right() {
+    let units = common::client()
+        .properties()
+        .hardware
+        .max_units_per_cube
+        .min(8) as usize;
+    for buffers in [2, 4] {
+        let spec = TileSpec {
+            vector: 1,
+            depth: 8,
+            buffers,
+            transfer: Transfer::Ahead {
+                asynchronous: false,
+            },
+            engine: Engine::Registers {
+                units_m: 1,
+                units_n: units,
+                vectors_m: 2,
+                vectors_n: 2,
+            },
+        };
+        check_specs::<f32>(Case::new([9, 0, 50, 2], 44, 26), &[spec]);
     }
 }
 

@@ -1,4 +1,4 @@
-use cubecl::ir::{DeviceProperties, ElemType, FloatKind, HardwareProperties, features::MmaConfig};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind, features::MmaConfig};
 
 /// How a cube computes one tile of an output: fixed when the kernel is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -7,9 +7,21 @@ pub(crate) struct TileSpec {
     pub vector: usize,
     /// Depth of a stage, in elements: a multiple of `vector`, and of 16 for fragments.
     pub depth: usize,
-    /// Stages that are filled in turn: with 2, the next is fetched while one is computed.
+    /// Stages that are filled in turn.
     pub buffers: usize,
+    pub transfer: Transfer,
     pub engine: Engine,
+}
+
+/// How operands come from device memory to their stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Transfer {
+    /// Through registers: with two buffers, the next stage is read while one is computed.
+    Registers,
+    /// Straight to their stages, one less than there are buffers ahead of the one that is computed: by
+    /// the device's asynchronous copies, or by plain ones, for tests where there are none. Only
+    /// operands that are staged as they lie, or element by element, and for asynchronous copies in their own type.
+    Ahead { asynchronous: bool },
 }
 
 /// What multiplies.
@@ -189,7 +201,7 @@ impl TileSpec {
         let wanted = if let Some(cores) = hardware.num_cpu_cores {
             Self::for_cpu(cores as usize, vector)
         } else if has_fragments(properties, dtype) {
-            Self::with_fragments(hardware, mean_rows, vector)
+            Self::with_fragments(properties, dtype, mean_rows, vector)
         } else {
             Self::with_registers(mean_rows, vector)
         };
@@ -210,14 +222,17 @@ impl TileSpec {
     /// First tiles of 128 columns, and of as many rows as an expert has on average, from 32 to
     /// 128; then others, which may be faster on one device or another.
     fn with_fragments(
-        hardware: &HardwareProperties,
+        properties: &DeviceProperties,
+        dtype: ElemType,
         mean_rows: usize,
         vector: usize,
     ) -> Vec<TileSpec> {
+        let hardware = &properties.hardware;
         let spec = |(planes_m, planes_n, fragments_m, fragments_n), depth, buffers| TileSpec {
             vector,
             depth,
             buffers,
+            transfer: Transfer::Registers,
             engine: Engine::Fragments {
                 plane: hardware.plane_size_max as usize,
                 planes_m,
@@ -238,6 +253,16 @@ impl TileSpec {
         for other in others {
             specs.extend([spec(other, 32, 2), spec(other, 64, 2)]);
         }
+        // Not first before somebody has measured it.
+        if properties.features.copy_async && matches!(vector * dtype.size(), 4 | 8 | 16) {
+            let transfer = Transfer::Ahead { asynchronous: true };
+            specs.extend([(first, 32, 4), (first, 64, 3), (others[1], 32, 4)].map(
+                |(planes, depth, buffers)| TileSpec {
+                    transfer,
+                    ..spec(planes, depth, buffers)
+                },
+            ));
+        }
         specs
     }
 
@@ -248,6 +273,7 @@ impl TileSpec {
             vector,
             depth,
             buffers,
+            transfer: Transfer::Registers,
             engine: Engine::Registers {
                 units_m,
                 units_n: units / units_m,
@@ -299,6 +325,7 @@ impl TileSpec {
                 vector,
                 depth,
                 buffers: 1,
+                transfer: Transfer::Registers,
                 engine: Engine::Registers {
                     units_m,
                     units_n,
@@ -315,6 +342,7 @@ impl TileSpec {
             vector,
             depth: 8,
             buffers: 1,
+            transfer: Transfer::Registers,
             engine: Engine::Registers {
                 units_m: 4,
                 units_n: 4,

@@ -111,7 +111,7 @@ impl Display for TunedDevice {
 static TUNER: LocalTuner<Key, TunedDevice> = local_tuner!("grouped-matmul");
 
 /// Most candidates of any device.
-pub(super) const MOST_CANDIDATES: usize = 8;
+pub(super) const MOST_CANDIDATES: usize = 10;
 
 type Inputs = (Client, Problem);
 

@@ -90,9 +90,9 @@ impl<F: Float, V: Size> ProblemView<F, V> {
         }
     }
 
-    /// A vector of the weights; `index` counts from the first expert of the buffer that holds
-    /// `expert`.
-    pub fn weight(&self, expert: usize, index: usize) -> Vector<F, V> {
+    /// A vector of the right operand; of weights, `index` counts from the first expert of the buffer
+    /// that holds `expert`.
+    pub fn right(&self, expert: usize, index: usize) -> Vector<F, V> {
         #[comptime]
         match &self.rhs_replicas {
             ComptimeOption::Some(replicas) => {

@@ -20,7 +20,7 @@ use super::super::{
     kernel::{Fault, persistent_kernel},
     launch::Prepared,
     problem::{Problem, Product, Sizes},
-    tile::TileSpec,
+    tile::{TileSpec, Transfer},
 };
 use crate::{DeviceTensor, common, queue::Words};
 
@@ -58,6 +58,7 @@ pub(super) fn hopper() -> DeviceProperties {
     cubecl_cpp::register_supported_types(&mut properties);
     let combinations = CudaCmmaCompiler::Cpp.supported_cmma_combinations(&arch);
     register_wmma_features(combinations, &mut properties);
+    properties.features.copy_async = true;
     properties
 }
 
@@ -173,6 +174,14 @@ fn check_tensor_cores(kernels: Vec<(Problem, TileSpec)>, element: &str) {
             "wmma::mma_sync".into(),
         ] {
             assert!(source.contains(&wanted), "no {wanted} in\n{source}");
+        }
+        for wanted in [
+            "cp.async.cg.shared",
+            "cp.async.commit_group",
+            "cp.async.wait_group",
+        ] {
+            let copies = spec.transfer != Transfer::Registers;
+            assert_eq!(source.contains(wanted), copies, "{wanted} in\n{source}");
         }
     }
 }
