@@ -334,7 +334,7 @@ fn copy_vector<F: Float, S: Float, V: Size>(
         let width = V::value();
         copy_async_checked(
             &memory[first..first + count],
-            (&mut stage[to..to + 1]).downcast_mut(),
+            stage[to..to + 1].downcast_mut(),
             comptime!(width as u32),
         );
     } else {

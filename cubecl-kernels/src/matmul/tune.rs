@@ -29,6 +29,9 @@ pub enum Tiling {
     /// and so takes seconds; in between, outputs hold what the shapes measured wrote, which is the
     /// result. On a device with a single shape there is nothing to measure.
     Tuned,
+    /// The shape of this number among those the device can run, of which there are
+    /// [`shapes`](Problem::shapes): to compare or check them. 0 is the fixed one.
+    Shape(usize),
 }
 
 /// [`Tuned`](Tiling::Tuned) with the feature `autotune`, else [`Fixed`](Tiling::Fixed).
@@ -43,7 +46,16 @@ impl Default for Tiling {
 }
 
 impl Problem {
+    /// How many shapes of tiles this product can run with.
+    pub fn shapes(&self, client: &Client) -> usize {
+        self.candidates(client).len()
+    }
+
     /// Queues the product; nothing when it has no outputs.
+    ///
+    /// # Panics
+    ///
+    /// Panics for a [`Tiling::Shape`] that is not below [`shapes`](Self::shapes).
     pub fn run(&self, client: &Client, tiling: Tiling) {
         if self.is_empty() {
             return;
@@ -51,7 +63,8 @@ impl Problem {
         let candidates = self.candidates(client);
         match tiling {
             Tiling::Tuned if candidates.len() > 1 => run_tuned(client, self.clone()),
-            _ => run_with(client, self, candidates[0]),
+            Tiling::Fixed | Tiling::Tuned => run_with(client, self, candidates[0]),
+            Tiling::Shape(number) => run_with(client, self, candidates[number]),
         }
     }
 
