@@ -50,6 +50,10 @@ fn main() {
     // As criterion decides it.
     let args: Vec<String> = std::env::args().collect();
     let test = args.iter().any(|a| a == "--test") || !args.iter().any(|a| a == "--bench");
+    if let Ok(case) = std::env::var(MEMORY) {
+        print_memory(&case, test);
+        return;
+    }
     let clock = Clock::chosen();
     let mut report = Report::new(criterion_home(), clock.name());
     let mut criterion = Criterion::default()
@@ -63,11 +67,8 @@ fn main() {
 
     let size = if test { 64 } else { 2048 };
     for (shape, tokens) in cases(test) {
-        let others = memory::live();
-        let ours = Ours::new(&shape);
         for tokens in tokens {
-            let case = Case::new(&shape, tokens);
-            report.memory(&case, ours.memory_of_training(&case, others));
+            report.memory(memory_alone(&shape, tokens, &args[1..]));
         }
     }
     report.ceiling = ceiling(&mut criterion, size);
@@ -76,6 +77,50 @@ fn main() {
     }
     if !test {
         report.print();
+    }
+}
+
+/// Set to a case for a process that only measures its memory.
+const MEMORY: &str = "BURN_MOE_MEMORY";
+
+/// What [`print_memory`] prints for a single case, in a process of its own: buffers that other cases have left
+/// for use again would count.
+fn memory_alone(shape: &Shape, tokens: usize, args: &[String]) -> String {
+    let program = std::env::current_exe().expect("this program's path");
+    let output = std::process::Command::new(program)
+        .args(args)
+        .env(MEMORY, memory_case(shape, tokens))
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .expect("this program starts again");
+    assert!(output.status.success(), "measuring memory failed");
+    String::from_utf8_lossy(&output.stdout).trim_end().into()
+}
+
+fn memory_case(shape: &Shape, tokens: usize) -> String {
+    format!("{} {tokens}", shape.name)
+}
+
+/// Peak memory of a training step of this case, and the least there can be.
+fn print_memory(wanted: &str, test: bool) {
+    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    for (shape, tokens) in cases(test) {
+        for tokens in tokens {
+            if memory_case(&shape, tokens) != wanted {
+                continue;
+            }
+            let others = memory::live();
+            let case = Case::new(&shape, tokens);
+            let inputs = memory::live() - others;
+            let [peak, floor] = Ours::new(&shape).memory_of_training(&case, others + inputs);
+            println!(
+                "{:<16} peak {:8.1} MiB, floor {:8.1} MiB, ratio {:.2}",
+                case.name(),
+                mib(peak),
+                mib(floor),
+                peak as f64 / floor as f64
+            );
+        }
     }
 }
 

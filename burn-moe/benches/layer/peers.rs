@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use burn::module::Param;
 use burn::tensor::activation::silu;
-use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{Device, Gradients, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_moe::layer::{Moe, MoeConfig, RouterConfig};
 use burn_moe::ops::{Replication, expert_swiglu, gather_rows, sum_rows};
 use candle_core::{DType, Device as CandleDevice, Result as CandleResult, Var};
@@ -66,6 +66,52 @@ fn first_busy(case: &Case) -> usize {
     *busiest as usize
 }
 
+/// Experts in Burn, from chosen experts and weights of the choice.
+trait Experts: Sized {
+    const NAME: &'static str;
+
+    /// The same with gradients.
+    fn tracked(&self) -> Self;
+
+    fn output(&self, case: &Case, inputs: &Inputs) -> Tensor<2>;
+
+    /// Gradient of an expert's down matrix.
+    fn down_grad(&self, grads: &Gradients, expert: usize) -> Option<Vec<f32>>;
+}
+
+impl<E: Experts> Peer for E {
+    fn name(&self) -> &'static str {
+        E::NAME
+    }
+
+    fn forward(&self, case: &Case, timer: Timer<'_>) {
+        let inputs = Inputs::new(case, &Device::flex());
+        timer(&mut || _ = black_box(self.output(case, &inputs)));
+    }
+
+    fn training(&self, case: &Case, timer: Timer<'_>) {
+        let inputs = Inputs::new(case, &Device::flex().autodiff());
+        let tracked = self.tracked();
+        timer(&mut || {
+            let output = tracked.output(case, &inputs);
+            black_box(loss(output, &inputs.grad).backward());
+        });
+    }
+
+    fn results(&self, case: &Case) -> Vec<Vec<f32>> {
+        let inputs = Inputs::new(case, &Device::flex().autodiff());
+        let tracked = self.tracked();
+        let output = tracked.output(case, &inputs);
+        let grads = loss(output.clone(), &inputs.grad).backward();
+        let down = tracked.down_grad(&grads, first_busy(case));
+        vec![
+            floats(&output),
+            floats(&inputs.x.grad(&grads).expect("a gradient")),
+            down.expect("a gradient"),
+        ]
+    }
+}
+
 /// The operations of this crate, without the router.
 pub struct Ours {
     gate_up: Tensor<3>,
@@ -76,45 +122,6 @@ impl Ours {
     pub fn new(shape: &Shape) -> Self {
         let (gate_up, down) = stacked(shape, &Device::flex());
         Self { gate_up, down }
-    }
-
-    fn tracked(&self) -> Self {
-        let tracked = |weights: &Tensor<3>| weights.clone().autodiff().require_grad();
-        Self {
-            gate_up: tracked(&self.gate_up),
-            down: tracked(&self.down),
-        }
-    }
-
-    fn output(&self, case: &Case, inputs: &Inputs) -> Tensor<2> {
-        let device = inputs.x.device();
-        let (t, k) = (case.tokens, case.shape.top_k);
-        let mut offsets = vec![0i32; case.shape.experts + 1];
-        for id in &case.ids {
-            offsets[*id as usize + 1] += 1;
-        }
-        for expert in 0..case.shape.experts {
-            offsets[expert + 1] += offsets[expert];
-        }
-        let mut next = offsets.clone();
-        let mut token_of_row = vec![0; t * k];
-        let mut row_of_copy = vec![0; t * k];
-        for (copy, id) in case.ids.iter().enumerate() {
-            let row = &mut next[*id as usize];
-            token_of_row[*row as usize] = (copy / k) as i32;
-            row_of_copy[copy] = *row;
-            *row += 1;
-        }
-        let rows = gather_rows(inputs.x.clone(), ints(token_of_row, [t * k], &device));
-        let outputs = expert_swiglu(
-            rows,
-            self.gate_up.clone(),
-            self.down.clone(),
-            ints(offsets, [case.shape.experts + 1], &device),
-            Replication::none(),
-        );
-        let index = ints(row_of_copy, [t, k], &device);
-        sum_rows(outputs, index, inputs.weights.clone())
     }
 
     /// Reads the weights of the experts that the case needs, once: what a forward pass takes at least.
@@ -194,37 +201,51 @@ fn stacked(shape: &Shape, device: &Device) -> (Tensor<3>, Tensor<3>) {
     )
 }
 
-impl Peer for Ours {
-    fn name(&self) -> &'static str {
-        "ours"
+impl Experts for Ours {
+    const NAME: &'static str = "ours";
+
+    fn tracked(&self) -> Self {
+        let tracked = |weights: &Tensor<3>| weights.clone().autodiff().require_grad();
+        Self {
+            gate_up: tracked(&self.gate_up),
+            down: tracked(&self.down),
+        }
     }
 
-    fn forward(&self, case: &Case, timer: Timer<'_>) {
-        let inputs = Inputs::new(case, &Device::flex());
-        timer(&mut || _ = black_box(self.output(case, &inputs)));
+    fn output(&self, case: &Case, inputs: &Inputs) -> Tensor<2> {
+        let device = inputs.x.device();
+        let (t, k) = (case.tokens, case.shape.top_k);
+        let mut offsets = vec![0i32; case.shape.experts + 1];
+        for id in &case.ids {
+            offsets[*id as usize + 1] += 1;
+        }
+        for expert in 0..case.shape.experts {
+            offsets[expert + 1] += offsets[expert];
+        }
+        let mut next = offsets.clone();
+        let mut token_of_row = vec![0; t * k];
+        let mut row_of_copy = vec![0; t * k];
+        for (copy, id) in case.ids.iter().enumerate() {
+            let row = &mut next[*id as usize];
+            token_of_row[*row as usize] = (copy / k) as i32;
+            row_of_copy[copy] = *row;
+            *row += 1;
+        }
+        let rows = gather_rows(inputs.x.clone(), ints(token_of_row, [t * k], &device));
+        let outputs = expert_swiglu(
+            rows,
+            self.gate_up.clone(),
+            self.down.clone(),
+            ints(offsets, [case.shape.experts + 1], &device),
+            Replication::none(),
+        );
+        let index = ints(row_of_copy, [t, k], &device);
+        sum_rows(outputs, index, inputs.weights.clone())
     }
 
-    fn training(&self, case: &Case, timer: Timer<'_>) {
-        let inputs = Inputs::new(case, &Device::flex().autodiff());
-        let tracked = self.tracked();
-        timer(&mut || {
-            let output = tracked.output(case, &inputs);
-            black_box(loss(output, &inputs.grad).backward());
-        });
-    }
-
-    fn results(&self, case: &Case) -> Vec<Vec<f32>> {
-        let inputs = Inputs::new(case, &Device::flex().autodiff());
-        let tracked = self.tracked();
-        let output = tracked.output(case, &inputs);
-        let grads = loss(output.clone(), &inputs.grad).backward();
-        let down = tracked.down.grad(&grads).expect("a gradient");
-        let expert = first_busy(case);
-        vec![
-            floats(&output),
-            floats(&inputs.x.grad(&grads).expect("a gradient")),
-            floats(&down.slice_dim(0, expert..expert + 1)),
-        ]
+    fn down_grad(&self, grads: &Gradients, expert: usize) -> Option<Vec<f32>> {
+        let down = self.down.grad(grads)?;
+        Some(floats(&down.slice_dim(0, expert..expert + 1)))
     }
 }
 
@@ -302,6 +323,10 @@ impl LoopOverExperts {
             experts: experts.collect(),
         }
     }
+}
+
+impl Experts for LoopOverExperts {
+    const NAME: &'static str = "loop";
 
     fn tracked(&self) -> Self {
         let tracked = |weights: &Tensor<2>| weights.clone().autodiff().require_grad();
@@ -334,38 +359,10 @@ impl LoopOverExperts {
         }
         output
     }
-}
 
-impl Peer for LoopOverExperts {
-    fn name(&self) -> &'static str {
-        "loop"
-    }
-
-    fn forward(&self, case: &Case, timer: Timer<'_>) {
-        let inputs = Inputs::new(case, &Device::flex());
-        timer(&mut || _ = black_box(self.output(case, &inputs)));
-    }
-
-    fn training(&self, case: &Case, timer: Timer<'_>) {
-        let inputs = Inputs::new(case, &Device::flex().autodiff());
-        let tracked = self.tracked();
-        timer(&mut || {
-            let output = tracked.output(case, &inputs);
-            black_box(loss(output, &inputs.grad).backward());
-        });
-    }
-
-    fn results(&self, case: &Case) -> Vec<Vec<f32>> {
-        let inputs = Inputs::new(case, &Device::flex().autodiff());
-        let tracked = self.tracked();
-        let output = tracked.output(case, &inputs);
-        let grads = loss(output.clone(), &inputs.grad).backward();
-        let [_, _, down] = &tracked.experts[first_busy(case)];
-        vec![
-            floats(&output),
-            floats(&inputs.x.grad(&grads).expect("a gradient")),
-            floats(&down.grad(&grads).expect("a gradient")),
-        ]
+    fn down_grad(&self, grads: &Gradients, expert: usize) -> Option<Vec<f32>> {
+        let [_, _, down] = &self.experts[expert];
+        down.grad(grads).map(|grad| floats(&grad))
     }
 }
 

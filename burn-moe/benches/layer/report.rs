@@ -67,16 +67,9 @@ impl Report {
         }
     }
 
-    /// Notes peak memory and the least there can be, in bytes.
-    pub fn memory(&mut self, case: &Case, [peak, floor]: [usize; 2]) {
-        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-        self.memory.push(format!(
-            "{:<16} peak {:8.1} MiB, floor {:8.1} MiB, ratio {:.2}",
-            case.name(),
-            mib(peak),
-            mib(floor),
-            peak as f64 / floor as f64
-        ));
+    /// Notes peak memory and the least there can be.
+    pub fn memory(&mut self, line: String) {
+        self.memory.push(line);
     }
 
     fn time(&self, directory: &str, peer: &str) -> Option<Time> {
