@@ -124,6 +124,8 @@ fn check_cuda() -> bool {
     let mut arguments = with_features(&packages, &["cuda"]);
     let linked = ["burn-moe", "burn-moe-tests", "burn-moe-examples"];
     arguments.extend(with_features(&linked, &["nccl"]));
+    // Beside them, what no test of the others turns on.
+    arguments.extend(with_features(&["burn-moe"], &["autotune", "fusion"]));
     arguments.extend(["--all-targets", "--", "-D", "warnings"].map(String::from));
     cargo("clippy", &[], &arguments, &llvm.environment(true))
 }

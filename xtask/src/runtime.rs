@@ -14,6 +14,9 @@ pub enum Runtime {
     Cpu,
     /// WebGPU, on the machine's Vulkan driver, which may be a software one.
     Wgpu,
+    /// The same driver, but kernels are translated to SPIR-V rather than to WebGPU's language; also where `wgpu` is
+    /// asked for, if both are.
+    Vulkan,
 }
 
 /// Why a runtime cannot work on this machine.
@@ -22,16 +25,16 @@ pub enum RuntimeError {
     /// The `cpu` runtime lacks its compiler.
     #[error(transparent)]
     Llvm(#[from] LlvmError),
-    /// The `wgpu` runtime lacks a driver.
+    /// The `wgpu` and `vulkan` runtimes lack a driver.
     #[error(
-        "runtime wgpu needs a Vulkan driver and there is none in {searched:?}: install one (in \
+        "runtimes wgpu and vulkan need a Vulkan driver and there is none in {searched:?}: install one (in \
          Debian, mesa-vulkan-drivers draws on the CPU), or name its manifest in VK_DRIVER_FILES"
     )]
     NoVulkan {
         /// Folders that a driver's manifest may lie in.
         searched: Vec<PathBuf>,
     },
-    /// The `wgpu` runtime lacks a folder for its files.
+    /// The `wgpu` and `vulkan` runtimes lack a folder for their files.
     #[error("XDG_RUNTIME_DIR is not set and {path} cannot be created for it: {source}")]
     NoRuntimeDir {
         /// The folder that was to take its place.
@@ -49,6 +52,7 @@ impl Runtime {
         match self {
             Self::Cpu => "cpu",
             Self::Wgpu => "wgpu",
+            Self::Vulkan => "vulkan",
         }
     }
 
@@ -57,17 +61,22 @@ impl Runtime {
     pub fn prepare(self) -> Result<Environment, RuntimeError> {
         match self {
             Self::Cpu => Ok(Llvm::prepare(false)?.environment(false)),
-            Self::Wgpu if cfg!(target_os = "linux") => prepare_vulkan(),
-            Self::Wgpu => Ok(Vec::new()), // the system brings Metal or Direct3D
+            Self::Wgpu | Self::Vulkan if cfg!(target_os = "linux") => prepare_vulkan(),
+            Self::Wgpu | Self::Vulkan => Ok(Vec::new()), // the system brings Metal or Direct3D
         }
     }
 
     /// What makes the tests run on this runtime rather than on another one of the same build:
     /// the first is read by the tests of `cubecl-kernels`, the second by Burn.
     pub fn selection(self) -> Environment {
-        let mut environment = ["CUBECL_KERNELS_RUNTIME", "BURN_DEVICE"]
-            .map(|name| (name, self.feature().into()))
-            .to_vec();
+        let kernels = match self {
+            Self::Vulkan => Self::Wgpu,
+            other => other,
+        };
+        let mut environment = vec![
+            ("CUBECL_KERNELS_RUNTIME", kernels.feature().into()),
+            ("BURN_DEVICE", self.feature().into()),
+        ];
         // A kernel takes all cores, whose threads spin while they wait for each other: two kernels
         // at a time take many times as long as one after the other.
         if self == Self::Cpu && std::env::var_os("RUST_TEST_THREADS").is_none() {

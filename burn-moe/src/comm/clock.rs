@@ -213,6 +213,34 @@ macro_rules! clock_methods {
 }
 pub(super) use clock_methods;
 
+/// What a communicator around another one leaves to it: who the ranks are, how long they wait, and clocks.
+macro_rules! wrapper_methods {
+    (|$own:ident| $asked:expr) => {
+        fn rank(&self) -> usize {
+            let $own = self;
+            $asked.rank()
+        }
+
+        fn size(&self) -> usize {
+            let $own = self;
+            $asked.size()
+        }
+
+        fn timeout(&self) -> Duration {
+            let $own = self;
+            $asked.timeout()
+        }
+
+        fn check(&self, key: Key) -> Result<(), CommError> {
+            let $own = self;
+            $asked.check(key)
+        }
+
+        $crate::comm::clock::clock_methods!(|$own| $asked);
+    };
+}
+pub(super) use wrapper_methods;
+
 impl RankClock {
     fn running(&self, source: &dyn TimeSource) -> Duration {
         self.running_since

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::clock::clock_methods;
+use super::clock::wrapper_methods;
 use super::{CommError, Communicator, Key, Topology};
 
 /// `comm` with another way of all-to-all: parts for another domain go in one message to its rank of the same index,
@@ -52,20 +52,10 @@ impl Routed {
 }
 
 impl Communicator for Routed {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
+    wrapper_methods!(|own| own.inner);
 
     fn topology(&self) -> Topology {
         self.topology.clone()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.inner.timeout()
     }
 
     fn send(&self, to: usize, key: Key, payload: Bytes) -> Result<(), CommError> {
@@ -83,16 +73,10 @@ impl Communicator for Routed {
         exchange_over(&*self.inner, &self.topology, key, parts)
     }
 
-    fn check(&self, key: Key) -> Result<(), CommError> {
-        self.inner.check(key)
-    }
-
     #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         self.inner.device_link()
     }
-
-    clock_methods!(|own| own.inner);
 }
 
 /// The place of a rank in its domain.

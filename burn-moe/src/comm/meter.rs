@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::clock::{clock_methods, lock};
+use super::clock::{lock, wrapper_methods};
 use super::{CommError, Communicator, Key, Op, Topology};
 
 /// A communicator that measures: bytes to other ranks and time by operation. What travels over a link between devices is
@@ -55,20 +55,10 @@ impl Meter {
 }
 
 impl Communicator for Meter {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
+    wrapper_methods!(|own| own.inner);
 
     fn topology(&self) -> Topology {
         self.inner.topology()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.inner.timeout()
     }
 
     fn send(&self, to: usize, key: Key, payload: Bytes) -> Result<(), CommError> {
@@ -97,16 +87,10 @@ impl Communicator for Meter {
         })
     }
 
-    fn check(&self, key: Key) -> Result<(), CommError> {
-        self.inner.check(key)
-    }
-
     #[cfg(any(test, feature = "link"))]
     fn device_link(&self) -> Option<&super::nccl::Link> {
         self.inner.device_link()
     }
-
-    clock_methods!(|own| own.inner);
 }
 
 #[cfg(test)]

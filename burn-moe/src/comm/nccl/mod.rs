@@ -99,7 +99,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::clock::clock_methods;
+use super::clock::wrapper_methods;
 use super::{CommError, Communicator, Key, Topology};
 
 /// A communicator with a link beside it.
@@ -114,20 +114,10 @@ pub(crate) fn with_link(comm: Arc<dyn Communicator>, link: Link) -> Arc<dyn Comm
 }
 
 impl Communicator for Linked {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
+    wrapper_methods!(|own| own.inner);
 
     fn topology(&self) -> Topology {
         self.inner.topology()
-    }
-
-    fn timeout(&self) -> Duration {
-        self.inner.timeout()
     }
 
     fn send(&self, to: usize, key: Key, payload: Bytes) -> Result<(), CommError> {
@@ -136,10 +126,6 @@ impl Communicator for Linked {
 
     fn recv(&self, from: usize, key: Key) -> Result<Bytes, CommError> {
         self.inner.recv(from, key)
-    }
-
-    fn check(&self, key: Key) -> Result<(), CommError> {
-        self.inner.check(key)
     }
 
     fn device_link(&self) -> Option<&Link> {
@@ -169,6 +155,4 @@ impl Communicator for Linked {
     fn barrier(&self, key: Key) -> Result<(), CommError> {
         self.inner.barrier(key)
     }
-
-    clock_methods!(|own| own.inner);
 }

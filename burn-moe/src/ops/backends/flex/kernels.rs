@@ -5,6 +5,9 @@
 //! depth, starting from zero. So its bits depend on its row and column of the operands alone: not on
 //! the number of rows or columns, on how they are cut into tiles, or on the width of the vectors.
 
+/// Bytes of a line of the cache.
+pub(super) const LINE: usize = 64;
+
 /// Most rows of a tile.
 const MOST_ROWS: usize = 8;
 
@@ -31,9 +34,9 @@ pub(super) struct Tile<T> {
     pub out: *mut T,
     pub out_row: usize,
     pub store: Store,
-    /// What kernels that fetch ahead bring to the cache meanwhile: at each step of the depth, or
-    /// within eight, four lines from here on, then `ahead_row` elements further. Any address will do,
-    /// valid or not.
+    /// What kernels that fetch ahead bring to the cache meanwhile: at each step of the depth one or
+    /// more lines from here on, or within eight steps four, then `ahead_row` elements further. Any
+    /// address will do, valid or not.
     pub ahead: *const T,
     pub ahead_row: usize,
     /// Where kernels that pack copy the columns of `w` to, without gaps.
@@ -49,6 +52,10 @@ pub(super) enum Aside {
     FetchEighth(usize),
     /// Fetches four lines of each row ahead.
     Fetch,
+    /// Fetches the first or the second two of the four lines of each row ahead.
+    FetchHalf(usize),
+    /// Fetches this one of the four lines of each row ahead.
+    FetchLine(usize),
     /// Packs `w`.
     Pack,
 }
@@ -57,7 +64,9 @@ pub(super) enum Aside {
 const NOTHING: u8 = 0;
 const FETCH_EIGHTH: u8 = 1;
 const FETCH: u8 = 2;
-const PACK: u8 = 3;
+const FETCH_HALF: u8 = 3;
+const FETCH_LINE: u8 = 4;
+const PACK: u8 = 5;
 
 /// What to do with the tile's values.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -89,7 +98,7 @@ pub(super) struct Kernels<T: 'static> {
     /// By number of vectors and of rows, both less 1.
     tiles: [[TileFn<T>; MOST_ROWS]; MOST_VECTORS],
     /// By what they do aside, less 1, and by rows, less 1, for most vectors.
-    asides: [[TileFn<T>; MOST_ROWS]; 3],
+    asides: [[TileFn<T>; MOST_ROWS]; 5],
     /// By number of vectors, less 1.
     pub packs: [PackFn<T>; MOST_VECTORS],
     /// By number of rows, less 1.
@@ -113,6 +122,8 @@ impl<T> Kernels<T> {
             Aside::Nothing => &self.tiles[vectors - 1],
             Aside::FetchEighth(_) => &self.asides[usize::from(FETCH_EIGHTH) - 1],
             Aside::Fetch => &self.asides[usize::from(FETCH) - 1],
+            Aside::FetchHalf(_) => &self.asides[usize::from(FETCH_HALF) - 1],
+            Aside::FetchLine(_) => &self.asides[usize::from(FETCH_LINE) - 1],
             Aside::Pack => &self.asides[usize::from(PACK) - 1],
         };
         // SAFETY: the same is asked of the caller.
@@ -190,14 +201,21 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize, const ASIDE: 
         }
         let (mut x, mut w) = (tile.x, tile.w);
         let (mut ahead, mut packed) = (tile.ahead, tile.packed);
+        let fetch_lines = |ahead: *const V::Element, lines: usize| {
+            (0..lines).for_each(|line| prefetch(ahead.wrapping_byte_add(line * LINE)));
+        };
         // Steps for each row that is fetched ahead.
         let steps = if ASIDE == FETCH_EIGHTH { 8 } else { 1 };
         let mut depth = 0;
         while depth < tile.depth {
             for step in 0..steps.min(tile.depth - depth) {
                 match ASIDE {
-                    FETCH_EIGHTH if step % 2 == 0 => prefetch(ahead.wrapping_byte_add(step * 32)),
-                    FETCH => (0..4).for_each(|line| prefetch(ahead.wrapping_byte_add(line * 64))),
+                    FETCH_EIGHTH if step % 2 == 0 => {
+                        prefetch(ahead.wrapping_byte_add(step / 2 * LINE))
+                    }
+                    FETCH => fetch_lines(ahead, 4),
+                    FETCH_HALF => fetch_lines(ahead, 2),
+                    FETCH_LINE => fetch_lines(ahead, 1),
                     _ => {}
                 }
                 let mut columns = [V::splat(zero); VECTORS];
@@ -375,6 +393,8 @@ macro_rules! asides {
         [
             tiles!($name, $vectors, FETCH_EIGHTH),
             tiles!($name, $vectors, FETCH),
+            tiles!($name, $vectors, FETCH_HALF),
+            tiles!($name, $vectors, FETCH_LINE),
             tiles!($name, $vectors, PACK),
         ]
     };
@@ -396,7 +416,10 @@ macro_rules! streams {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, stream, tile};
+    use super::{
+        FETCH, FETCH_EIGHTH, FETCH_HALF, FETCH_LINE, Kernels, NOTHING, PACK, Tile, Vector, pack,
+        stream, tile,
+    };
     use std::arch::x86_64::*;
 
     macro_rules! vector {
@@ -602,7 +625,10 @@ mod x86 {
 
 /// Vectors as arrays, for machines without kernels of their own: the compiler finds instructions.
 mod portable {
-    use super::{FETCH, FETCH_EIGHTH, Kernels, NOTHING, PACK, Tile, Vector, pack, stream, tile};
+    use super::{
+        FETCH, FETCH_EIGHTH, FETCH_HALF, FETCH_LINE, Kernels, NOTHING, PACK, Tile, Vector, pack,
+        stream, tile,
+    };
 
     const LANES: usize = 8;
 

@@ -3,7 +3,7 @@
 
 use super::activation::Real;
 use super::buffers::{ALIGN, Buffer};
-use super::kernels::{Aside, Kernels, MOST_STREAM_ROWS, Store, Tile, fence};
+use super::kernels::{Aside, Kernels, LINE, MOST_STREAM_ROWS, Store, Tile, fence};
 
 /// Depth of a panel that meets few rows. Rows of weights lie in pages of their own, of which the
 /// hardware follows 32 or so at a time to fetch ahead: 48 reach memory faster than 128 do, and 16 rows
@@ -150,14 +150,18 @@ fn stream<T: Real>(
 }
 
 /// What to do while a panel meets a block of rows: the first of many packs it, where it is then read
-/// by the others; they fetch the next one, evenly in time. A single block fetches its own panel, a
-/// little ahead.
+/// by the others; they fetch the next one, evenly in time, since a tile that asks memory for more
+/// than it can give waits for it. A single block fetches its own panel, a little ahead.
 fn aside(block: usize, blocks: usize) -> Aside {
     let eighth = |block: usize| (block - 1) * 8 / (blocks - 1);
     match (block, blocks) {
-        (0, 1 | 2) | (1, 3 | 4) => Aside::Fetch,
-        (0, _) => Aside::Pack,
+        (0, 1) => Aside::Fetch,
+        (0, 2..=4) => Aside::FetchHalf(0),
+        (1, 2 | 3) | (2, 4) => Aside::FetchHalf(1),
         (_, ..=4) => Aside::Nothing,
+        (0, _) => Aside::Pack,
+        (1..=4, 5..=8) => Aside::FetchLine(block - 1),
+        (_, 5..=8) => Aside::Nothing,
         (1, _) => Aside::FetchEighth(0),
         _ if eighth(block) > eighth(block - 1) => Aside::FetchEighth(eighth(block)),
         _ => Aside::Nothing,
@@ -398,9 +402,12 @@ unsafe fn run<T: Real>(
         "tile beyond output"
     );
     let ahead = tile.ahead;
-    if let Aside::FetchEighth(eighth) = aside {
-        tile.ahead = ahead.wrapping_add(tile.depth / 8 * eighth * tile.ahead_row);
-    }
+    tile.ahead = match aside {
+        Aside::FetchEighth(eighth) => ahead.wrapping_add(tile.depth / 8 * eighth * tile.ahead_row),
+        Aside::FetchHalf(half) => ahead.wrapping_byte_add(half * 2 * LINE),
+        Aside::FetchLine(line) => ahead.wrapping_byte_add(line * LINE),
+        Aside::Nothing | Aside::Fetch | Aside::Pack => ahead,
+    };
     if width == vectors * kernels.lanes {
         (tile.out, tile.out_row) = (out.as_mut_ptr(), out_row);
         // SAFETY: the output is as large as just asserted; the operands are the caller's promise;
