@@ -14,7 +14,9 @@
 //! of them computes depends on the device and the element type alone.
 //!
 //! Element types: f32, and f16 and bf16 where the runtime has them; all tensors of a call share
-//! one. f16 and bf16 run on tensor cores where the device offers 16 by 16 by 16 fragments.
+//! one. f16 and bf16 run on tensor cores where the device offers 16 by 16 by 16 fragments; there, and
+//! where it copies to shared memory asynchronously (`cp.async`), some shapes of tiles fill up to three
+//! stages ahead by such copies. [`Tiling::Tuned`] finds out whether that pays.
 
 mod activation;
 mod kernel;
