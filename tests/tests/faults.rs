@@ -1,7 +1,8 @@
 //! Whatever goes wrong on one rank in the middle of a model, all ranks end soon, with an error that
 //! names the rank and what the others waited in; and replicas take no more memory than promised.
 
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Tensor};
@@ -21,20 +22,21 @@ const EXPERTS: usize = 8;
 /// What a test never waits for.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A communicator that panics when its rank sends for one operation.
+/// A communicator that does something when its rank comes to one operation.
 struct Saboteur {
     inner: Arc<dyn Communicator>,
     at: (Op, u32),
-    /// What it does before.
-    delay: Delay,
+    role: Role,
 }
 
-#[derive(Clone, Copy)]
-enum Delay {
-    /// Lets all others come to the same operation, a collective.
-    UntilOthersArrive,
-    /// Time for the others to come as far as they can.
-    Pause,
+#[derive(Clone)]
+enum Role {
+    /// Panics once all others have come to the same operation, a collective.
+    PanicAfterAll,
+    /// Panics once another rank waits for a message of that operation.
+    PanicAfterOne(Arc<Mutex<Receiver<()>>>),
+    /// Tells that it waits for a message of that operation.
+    Tell(Sender<()>),
 }
 
 /// Returns when all other ranks have sent for the collective `key`: from then on they wait in it.
@@ -56,15 +58,28 @@ impl Communicator for Saboteur {
     }
     fn send(&self, to: usize, key: Key, payload: Bytes) -> Result<(), CommError> {
         if (key.op, key.layer) == self.at {
-            match self.delay {
-                Delay::UntilOthersArrive => await_others(&*self.inner, key),
-                Delay::Pause => std::thread::sleep(Duration::from_millis(300)),
+            match &self.role {
+                Role::PanicAfterAll => {
+                    await_others(&*self.inner, key);
+                    panic!("sabotage");
+                }
+                Role::PanicAfterOne(waits) => {
+                    let told = waits.lock().unwrap().recv_timeout(TIMEOUT / 16);
+                    told.expect("another rank waits");
+                    panic!("sabotage");
+                }
+                Role::Tell(_) => {}
             }
-            panic!("sabotage");
         }
         self.inner.send(to, key, payload)
     }
     fn recv(&self, from: usize, key: Key) -> Result<Bytes, CommError> {
+        if let Role::Tell(waits) = &self.role
+            && (key.op, key.layer) == self.at
+        {
+            // Nobody listens after the panic.
+            let _ = waits.send(());
+        }
         self.inner.recv(from, key)
     }
     fn clock(&self) -> Duration {
@@ -208,7 +223,7 @@ fn a_panic_inside_an_operation() {
                     1 => Arc::new(Saboteur {
                         inner: comm,
                         at: (op, layer),
-                        delay: Delay::UntilOthersArrive,
+                        role: Role::PanicAfterAll,
                     }),
                     _ => comm,
                 };
@@ -240,23 +255,27 @@ fn a_panic_while_replicating() {
         (Op::ReplicateBackward, 0),
         (Op::ReplicaGrad, 3),
     ] {
-        let [on_wall_time, _] = fails_soon(|comm| {
-            let comm: Arc<dyn Communicator> = match comm.rank() == rank {
-                true => Arc::new(Saboteur {
-                    inner: comm,
-                    at: (op, 1),
-                    delay: Delay::Pause,
-                }),
-                false => comm,
+        let (told, waits) = channel();
+        let waits = Arc::new(Mutex::new(waits));
+        // On the critical path nobody would come to wait while the rank that panics holds the machine.
+        let run = options(TIMEOUT, Timing::Wall);
+        let failure = failure(run_ranks(RANKS, run, |comm| {
+            let role = match comm.rank() == rank {
+                true => Role::PanicAfterOne(waits.clone()),
+                false => Role::Tell(told.clone()),
             };
+            let comm = Arc::new(Saboteur {
+                inner: comm,
+                at: (op, 1),
+                role,
+            });
             // Sent when they are waited for: early, nobody would wait for weights yet.
             let options = ParallelOptions {
                 overlap: false,
                 ..Default::default()
             };
             Model::new(comm, 2, options).heated().step(|_| true);
-        });
-        let failure = on_wall_time;
+        }));
         assert_eq!(failure.rank, rank, "{failure}");
         assert_eq!(failure.cause, RankOutcome::Panicked("sabotage".into()));
         // Those that host no replica wait for whoever waits.
@@ -301,14 +320,14 @@ fn an_early_return() {
 /// what that rank did instead.
 #[test]
 fn a_skipped_layer() {
-    let timeout = Duration::from_millis(700);
+    let timeout = Duration::from_secs(2);
     let start = Instant::now();
     let failure = failure(run_ranks(RANKS, options(timeout, Timing::Wall), |comm| {
         let rank = comm.rank();
         Model::new(comm, 3, ParallelOptions::default()).step(|layer| (rank, layer) != (2, 1));
     }));
     let took = start.elapsed();
-    assert!(took < 10 * timeout, "took {took:?}");
+    assert!(took < TIMEOUT / 8, "took {took:?}");
     let RankOutcome::Comm(CommError::Timeout {
         rank,
         waiting_for,
@@ -328,7 +347,7 @@ fn a_skipped_layer() {
     assert_eq!(*unclaimed, [instead], "{failure}");
     let text = failure.to_string();
     let expected = format!(
-        "rank {rank} failed: rank {rank} waited 700ms for rank {waiting_for} in {waited} and gave \
+        "rank {rank} failed: rank {rank} waited 2s for rank {waiting_for} in {waited} and gave \
          up; it did send {instead}"
     );
     assert!(text.starts_with(&expected), "{text}");
@@ -337,7 +356,7 @@ fn a_skipped_layer() {
 /// A rank that has no backward pass keeps the others waiting, and they say for what.
 #[test]
 fn a_rank_without_a_backward_pass() {
-    let timeout = Duration::from_millis(700);
+    let timeout = Duration::from_secs(2);
     let failure = failure(run_ranks(2, options(timeout, Timing::Wall), |comm| {
         let model = Model::new(comm.clone(), 1, ParallelOptions::default());
         if comm.rank() == 1 {
@@ -352,7 +371,7 @@ fn a_rank_without_a_backward_pass() {
     }));
     let text = failure.to_string();
     assert_eq!(failure.rank, 0, "{text}");
-    let expected = "rank 0 failed: rank 0 waited 700ms for rank 1 in combine backward (layer 0, micro-batch 0) and gave up";
+    let expected = "rank 0 failed: rank 0 waited 2s for rank 1 in combine backward (layer 0, micro-batch 0) and gave up";
     assert!(text.starts_with(expected), "{text}");
 }
 

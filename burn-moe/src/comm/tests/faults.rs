@@ -181,7 +181,7 @@ fn a_timeout_names_the_silent_rank_and_what_it_sent_instead() {
         let options = RankOptions {
             timing,
             // Both ranks must have started by then.
-            timeout: Duration::from_secs(1),
+            timeout: Duration::from_secs(2),
             ..Default::default()
         };
         // Two ranks that disagree on what comes first.

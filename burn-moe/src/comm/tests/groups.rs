@@ -65,8 +65,13 @@ fn losses_are_named_by_world_rank() {
     let failure = failure(run_ranks(4, patient(), |comm| {
         let group = split(&comm, key(Op::Custom(0)), comm.rank() % 2).unwrap();
         if comm.rank() == 3 {
+            // A loss ends every wait, and splitting is one: the others must have their groups.
+            for other in 0..3 {
+                comm.recv(other, key(Op::Custom(1))).unwrap();
+            }
             panic!("boom");
         }
+        comm.send(3, key(Op::Custom(1)), Bytes::new()).unwrap();
         group
             .all_gather(key(Op::Count), Bytes::new())
             .unwrap_or_else(|error| fail(error));

@@ -145,9 +145,9 @@ fn losses_end_waits() {
         assert!(text.starts_with("rank 1 failed: out of memory"), "{text}");
         assert!(text.contains("rank 0 was in dispatch"), "{text}");
 
-        let silent = linked(3, Duration::from_millis(300), |comm| {
+        let silent = linked(3, Duration::from_secs(1), |comm| {
             if comm.rank() == 1 {
-                std::thread::sleep(Duration::from_secs(2));
+                std::thread::sleep(Duration::from_secs(4));
                 return Ok(());
             }
             all(&comm, Lane::Rows, KEY, 4).map_err(Into::into)
