@@ -189,6 +189,25 @@ fn scores_that_are_no_numbers_come_last() {
     assert_eq!(choose(1, 1), [6, 3, 1]);
     // Only the first group of four has two numbers.
     assert_eq!(choose(2, 1), [3, 1, 0]);
+    // None at all, more than are compared at a time; and one number, which comes first.
+    let mut scores = [nan; 35];
+    let top_k = TopK {
+        k: 35,
+        groups: 1,
+        kept_groups: 1,
+    };
+    let all = |scores: &[f64]| {
+        let scores = tensor_of(scores, [1, 35], DType::F32, &device);
+        let ids = select_experts(scores, Tensor::zeros([35], &device), top_k).to_data();
+        ids.iter::<i64>().collect::<Vec<_>>()
+    };
+    assert_eq!(all(&scores), (0..35).collect::<Vec<_>>());
+    scores[20] = low;
+    let others = (0..35).filter(|id| *id != 20);
+    assert_eq!(
+        all(&scores),
+        [20].into_iter().chain(others).collect::<Vec<_>>()
+    );
 }
 
 /// Scores given directly, as logits of a sigmoid router with an identity gate.

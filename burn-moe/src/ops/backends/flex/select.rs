@@ -3,6 +3,9 @@
 use super::activation::Real;
 use crate::ops::TopK;
 
+/// Scores are compared in blocks of as many: enough for the vectors of any processor.
+const LANES: usize = 16;
+
 /// Ids `[T, K]`, best first, of `scores [T, E] + bias [E]`; ties to the lowest id.
 ///
 /// Experts of groups that are not kept are left out of the comparison rather than given a low
@@ -22,9 +25,9 @@ pub(super) fn select_experts<T: Real>(
     let tokens = scores.len().checked_div(experts).unwrap_or(0);
     let mut ids = Vec::with_capacity(tokens * k);
     let mut choice = vec![T::zero(); experts];
-    let mut group_scores = vec![T::zero(); groups];
-    let mut best = Best::default();
-    let mut kept = Best::default();
+    let mut group_scores = Candidates::new(groups);
+    let mut kept: Vec<usize> = (0..groups).collect();
+    let mut candidates = Candidates::new(kept_groups * group_size);
     for row in scores.chunks_exact(experts) {
         for ((choice, score), bias) in choice.iter_mut().zip(row).zip(bias) {
             let biased = *score + *bias;
@@ -34,41 +37,40 @@ pub(super) fn select_experts<T: Real>(
                 biased
             };
         }
-        best.clear();
         if kept_groups < groups {
-            for (score, group) in group_scores.iter_mut().zip(choice.chunks_exact(group_size)) {
+            let groups = choice.chunks_exact(group_size);
+            for (score, group) in group_scores.scores().iter_mut().zip(groups) {
                 *score = sum_of_two_best(group);
             }
             kept.clear();
-            for (group, score) in group_scores.iter().enumerate() {
-                kept.offer(*score, group, kept_groups);
-            }
-            // Experts are offered in the order of their ids, so that ties go to the lowest.
-            kept.ids.sort_unstable();
-            for group in &kept.ids {
-                let first = group * group_size;
-                for (i, score) in choice[first..first + group_size].iter().enumerate() {
-                    best.offer(*score, first + i, k);
-                }
-            }
-        } else {
-            for (expert, score) in choice.iter().enumerate() {
-                best.offer(*score, expert, k);
-            }
+            kept.extend((0..kept_groups).map(|_| group_scores.take_best()));
+            // Experts are compared in the order of their ids, so that ties go to the lowest.
+            kept.sort_unstable();
         }
-        ids.extend(best.ids.iter().map(|id| *id as i32));
+        let places = candidates.scores().chunks_exact_mut(group_size);
+        for (place, group) in places.zip(&kept) {
+            place.copy_from_slice(&choice[group * group_size..][..group_size]);
+        }
+        ids.extend((0..k).map(|_| {
+            let best = candidates.take_best();
+            (kept[best / group_size] * group_size + best % group_size) as i32
+        }));
     }
     ids
 }
 
+/// Compiles to one instruction where both are numbers, as they are here; `b` if `a` is none.
+fn greater<T: Real>(a: T, b: T) -> T {
+    if a > b { a } else { b }
+}
+
 fn sum_of_two_best<T: Real>(group: &[T]) -> T {
     let (mut first, mut second) = (T::neg_infinity(), T::neg_infinity());
+    // Without branches: which score is the greater one is nothing that a processor could guess.
     for &score in group {
-        if score > first {
-            (first, second) = (score, first);
-        } else if score > second {
-            second = score;
-        }
+        let lesser = if score > first { first } else { score };
+        second = greater(lesser, second);
+        first = greater(score, first);
     }
     if group.len() == 1 {
         first
@@ -77,36 +79,49 @@ fn sum_of_two_best<T: Real>(group: &[T]) -> T {
     }
 }
 
-/// The best few of the candidates offered so far, best first.
-struct Best<T> {
-    scores: Vec<T>,
-    ids: Vec<usize>,
-}
+/// Scores of which the best are taken, one after the other. What is taken, and what fills the last block, is no number
+/// and so never the best, not even among scores that are all minus infinity.
+struct Candidates<T>(Vec<[T; LANES]>);
 
-impl<T> Default for Best<T> {
-    fn default() -> Self {
-        Self {
-            scores: Vec::new(),
-            ids: Vec::new(),
-        }
-    }
-}
-
-impl<T: Real> Best<T> {
-    fn clear(&mut self) {
-        self.scores.clear();
-        self.ids.clear();
+impl<T: Real> Candidates<T> {
+    fn new(len: usize) -> Self {
+        Self(vec![[T::nan(); LANES]; len.div_ceil(LANES)])
     }
 
-    /// Inserts behind every candidate that is at least as good; `limit` candidates stay.
-    fn offer(&mut self, score: T, id: usize, limit: usize) {
-        if self.ids.len() == limit && self.scores.last().is_none_or(|worst| score <= *worst) {
-            return;
+    /// The candidates, to be set again, all of them and none to NaN.
+    fn scores(&mut self) -> &mut [T] {
+        self.0.as_flattened_mut()
+    }
+
+    /// The index of the greatest score that has not been taken, the first of equal ones.
+    ///
+    /// # Panics
+    ///
+    /// Panics when all have been taken.
+    fn take_best(&mut self) -> usize {
+        let mut bests = [T::neg_infinity(); LANES];
+        for block in &self.0 {
+            for (best, score) in bests.iter_mut().zip(block) {
+                *best = greater(*score, *best);
+            }
         }
-        let at = self.scores.partition_point(|s| *s >= score);
-        self.scores.insert(at, score);
-        self.ids.insert(at, id);
-        self.scores.truncate(limit);
-        self.ids.truncate(limit);
+        let mut width = LANES;
+        while width > 1 {
+            width /= 2;
+            for lane in 0..width {
+                bests[lane] = greater(bests[lane + width], bests[lane]);
+            }
+        }
+        let best = bests[0];
+        let places = self.0.iter().enumerate().find_map(|(i, block)| {
+            let mut equal = 0u32;
+            for (lane, score) in block.iter().enumerate() {
+                equal |= u32::from(*score == best) << lane;
+            }
+            (equal != 0).then(|| i * LANES + equal.trailing_zeros() as usize)
+        });
+        let first = places.expect("there are more candidates than are taken");
+        self.scores()[first] = T::nan();
+        first
     }
 }
