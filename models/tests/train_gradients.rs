@@ -103,7 +103,7 @@ fn step(ranks: usize, parts: usize) -> Vec<BTreeMap<String, Vec<f64>>> {
             accumulator.add(gradients(&decoder, part, &device), &decoder);
         }
         let key = Key::new(Op::GradReduce, 0, 0);
-        let grads = reduce_gradients(accumulator.take(), &decoder, comm.as_ref(), key).unwrap();
+        let grads = reduce_gradients(accumulator.take(), &decoder, &comm, key).unwrap();
         by_path(&decoder, &grads)
     })
     .unwrap()
@@ -180,9 +180,9 @@ fn the_norm_counts_every_parameter_once() {
             let rank = comm.rank();
             let own = &sequences[SEQUENCES * rank / ranks..SEQUENCES * (rank + 1) / ranks];
             let grads = gradients(&decoder, own, &device);
-            let comm = comm.as_ref();
             let key = Key::new(Op::GradReduce, 0, 0);
-            let grads = reduce_gradients(grads, &decoder, comm, key).unwrap();
+            let grads = reduce_gradients(grads, &decoder, &comm, key).unwrap();
+            let comm = comm.as_ref();
             let measured = |grads: &GradientsParams, step| {
                 let key = Key::new(Op::AllReduce, step, 0);
                 gradient_norm(grads, &decoder, comm, key).unwrap()

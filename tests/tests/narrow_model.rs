@@ -92,7 +92,7 @@ fn training_over_ranks() {
                     let loss = out.square().sum() / 32.0;
                     let grads = GradientsParams::from_grads(loss.backward(), &moe);
                     let key = Key::new(Op::GradReduce, step, 0);
-                    let grads = reduce_gradients(grads, &moe, &*comm, key).expect("all ranks");
+                    let grads = reduce_gradients(grads, &moe, &comm, key).expect("all ranks");
                     let gate = grads.get::<2>(moe.router.gate.id).expect("a gradient");
                     assert_eq!(gate.dtype(), DType::F32);
                     let experts = grads.get::<3>(moe.experts.down.id).expect("a gradient");

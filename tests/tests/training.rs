@@ -150,7 +150,7 @@ fn train(
             losses.extend(values(&loss));
             let grads = GradientsParams::from_grads(loss.backward(), &model);
             let key = Key::new(Op::GradReduce, step as u64, 0);
-            let grads = reduce_gradients(grads, &model, &*comm, key).expect("all ranks");
+            let grads = reduce_gradients(grads, &model, &comm, key).expect("all ranks");
             model = optimizer.step(rate, model, grads);
             for layer in &mut model.layers {
                 layer.update_bias(0.01);
@@ -328,7 +328,7 @@ fn a_parameter_without_gradient_on_one_rank_gets_the_sum() {
         };
         let before = all(&own);
         let key = Key::new(Op::GradReduce, 0, 0);
-        let reduced = reduce_gradients(own, &model, &*comm, key).expect("all ranks");
+        let reduced = reduce_gradients(own, &model, &comm, key).expect("all ranks");
         assert!(reduced.get::<1>(model.frozen.id).is_none());
         (before, all(&reduced))
     })
@@ -370,7 +370,7 @@ fn experts_are_left_alone() {
         let id = model.layers[1].experts.gate_up.id;
         let before = own.get::<3>(id).expect("a gradient");
         let key = Key::new(Op::GradReduce, 0, 0);
-        let reduced = reduce_gradients(own, &model, &*comm, key).expect("both ranks");
+        let reduced = reduce_gradients(own, &model, &comm, key).expect("both ranks");
         let after = reduced.get::<3>(id).expect("a gradient");
         (bits(&before), bits(&after))
     })
@@ -408,7 +408,7 @@ fn f64_gradients_are_summed_in_f64() {
         let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
         let before = values(&grads.get::<2>(model.weight.id).expect("a gradient"));
         let key = Key::new(Op::GradReduce, 0, 0);
-        let grads = reduce_gradients(grads, &model, &*comm, key).expect("all ranks");
+        let grads = reduce_gradients(grads, &model, &comm, key).expect("all ranks");
         let after = grads.get::<2>(model.weight.id).expect("a gradient");
         assert_eq!(after.dtype(), DType::F64);
         (before, values(&after))
@@ -435,7 +435,7 @@ fn one_rank_keeps_its_gradients() {
     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
     let before = bits(&grads.get::<2>(model.weight.id).expect("a gradient"));
     let key = Key::new(Op::GradReduce, 0, 0);
-    let grads = reduce_gradients(grads, &model, &*comm, key).expect("one rank");
+    let grads = reduce_gradients(grads, &model, &comm, key).expect("one rank");
     let after = bits(&grads.get::<2>(model.weight.id).expect("a gradient"));
     assert_eq!(before, after);
 }

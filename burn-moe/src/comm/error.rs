@@ -85,6 +85,39 @@ pub enum CommError {
     },
 }
 
+/// Whether there is a rank `rank` among `size`.
+pub(super) fn check_rank(rank: usize, size: usize, key: Key) -> Result<(), CommError> {
+    if rank < size {
+        return Ok(());
+    }
+    Err(CommError::InvalidRank { rank, size, key })
+}
+
+/// That a rank is gone, or took the group down.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Loss {
+    pub rank: usize,
+    pub reason: String,
+}
+
+impl Loss {
+    /// Of a rank that has returned normally, for those who still wait for it.
+    pub fn returned(rank: usize) -> Self {
+        let reason = "returned early".into();
+        Self { rank, reason }
+    }
+
+    /// What rank `rank` is told in the operation `key`.
+    pub fn seen_by(self, rank: usize, key: Key) -> CommError {
+        CommError::RankLost {
+            lost: self.rank,
+            reason: self.reason,
+            rank,
+            key,
+        }
+    }
+}
+
 struct Unclaimed<'a>(&'a [Key]);
 
 impl fmt::Display for Unclaimed<'_> {

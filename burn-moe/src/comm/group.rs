@@ -6,6 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::clock::clock_methods;
+use super::error::check_rank;
 use super::{CommError, Communicator, Key, Op, Topology};
 
 /// Divides the ranks of `comm` into groups and returns this rank's group: the ranks that gave the same `color`, in their
@@ -63,11 +64,8 @@ struct Group {
 
 impl Group {
     fn parents(&self, rank: usize, key: Key) -> Result<usize, CommError> {
-        self.ranks.get(rank).copied().ok_or(CommError::InvalidRank {
-            rank,
-            size: self.ranks.len(),
-            key,
-        })
+        check_rank(rank, self.ranks.len(), key)?;
+        Ok(self.ranks[rank])
     }
 
     /// The key by which the parent knows it.

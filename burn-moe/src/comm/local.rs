@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::clock::{Monotonic, TimeSource, Timing, WorldClock, clock_methods, lock};
+use super::error::{Loss, check_rank};
 use super::{CommError, Communicator, Key};
 
 /// A group of one: what a layer uses when there is no expert parallelism.
@@ -31,23 +32,12 @@ impl LocalCommunicator {
     }
 
     fn check(&self, peer: usize, key: Key) -> Result<&Mailbox, CommError> {
-        self.world
-            .mailboxes
-            .get(peer)
-            .ok_or_else(|| CommError::InvalidRank {
-                rank: peer,
-                size: self.size(),
-                key,
-            })
+        check_rank(peer, self.size(), key)?;
+        Ok(&self.world.mailboxes[peer])
     }
 
     fn lost(&self, loss: Loss, key: Key) -> CommError {
-        let error = CommError::RankLost {
-            lost: loss.rank,
-            reason: loss.reason.to_string(),
-            rank: self.rank,
-            key,
-        };
+        let error = loss.seen_by(self.rank, key);
         *lock(&self.world.seen[self.rank]) = Some(error.clone());
         error
     }
@@ -160,13 +150,6 @@ pub(super) struct World {
     seen: Vec<Mutex<Option<CommError>>>,
 }
 
-/// That a rank is gone, or took the group down.
-#[derive(Clone)]
-pub(super) struct Loss {
-    pub(super) rank: usize,
-    pub(super) reason: Arc<str>,
-}
-
 impl World {
     pub(super) fn new(
         size: usize,
@@ -261,13 +244,9 @@ impl MailboxState {
     /// Why a message of rank `from` that is not here will not come: any failure takes the group down, a normal return
     /// matters only to those who wait for that rank.
     fn loss(&self, from: usize) -> Option<Loss> {
-        let returned = || Loss {
-            rank: from,
-            reason: "returned early".into(),
-        };
         self.failed
             .clone()
-            .or_else(|| self.returned[from].then(returned))
+            .or_else(|| self.returned[from].then(|| Loss::returned(from)))
     }
 
     /// A few of the messages of rank `from` that no one has asked for.

@@ -7,7 +7,8 @@ use std::time::Duration;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::clock::{Monotonic, TimeSource, Timing, lock};
-use super::local::{LocalCommunicator, Loss, World};
+use super::error::Loss;
+use super::local::{LocalCommunicator, World};
 use super::{CommError, Communicator, RankOutcome, RanksError, RanksFailure};
 
 /// How [`run_ranks`] runs its ranks. `RankOptions { timeout, ..Default::default() }` changes one thing.
@@ -193,11 +194,11 @@ fn leave(
         // The others should hear of the cause.
         (_, Some(CommError::RankLost { lost, reason, .. })) => Some(Loss {
             rank: *lost,
-            reason: reason.as_str().into(),
+            reason: reason.clone(),
         }),
         _ => Some(Loss {
             rank,
-            reason: outcome.to_string().into(),
+            reason: outcome.to_string(),
         }),
     };
     let exit = Exit {

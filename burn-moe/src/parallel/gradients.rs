@@ -3,9 +3,13 @@
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
+use std::sync::Arc;
+
 use burn::tensor::{DType, Tensor, TensorData};
 
+use super::device_sum::sum_over_ranks;
 use crate::comm::{CommError, Communicator, Key};
+use crate::ops::reshape;
 
 /// The module whose parameters differ between ranks.
 const SHARDED: &str = "GroupedExperts";
@@ -19,13 +23,16 @@ const SHARDED: &str = "GroupedExperts";
 /// that no rank has a gradient of gets none. A gradient keeps its type: that of the parameter, or
 /// f32 where any rank has it in f32, as after accumulation.
 ///
+/// Values travel through host memory, but over a link between devices (feature `nccl`) from one to the other; those of
+/// f64 parameters through the host in any case. Both give the same bits.
+///
 /// # Errors
 ///
 /// When a rank is lost or too late.
 pub fn reduce_gradients<M: Module>(
     grads: GradientsParams,
     module: &M,
-    comm: &dyn Communicator,
+    comm: &Arc<dyn Communicator>,
     key: Key,
 ) -> Result<GradientsParams, CommError> {
     reduce(grads, module, comm, key, false)
@@ -35,7 +42,7 @@ pub fn reduce_gradients<M: Module>(
 pub(super) fn reduce<M: Module>(
     grads: GradientsParams,
     module: &M,
-    comm: &dyn Communicator,
+    comm: &Arc<dyn Communicator>,
     key: Key,
     sharded: bool,
 ) -> Result<GradientsParams, CommError> {
@@ -46,6 +53,7 @@ pub(super) fn reduce<M: Module>(
         grads,
         flat: Vec::new(),
         flat64: Vec::new(),
+        on_device: has_link(&**comm).then(Vec::new),
         inside_sharded: 0,
         sharded,
     };
@@ -54,16 +62,22 @@ pub(super) fn reduce<M: Module>(
         grads,
         mut flat,
         mut flat64,
+        on_device,
         ..
     } = collect;
     comm.all_reduce_sum_f32(key, &mut flat)?;
     if !flat64.is_empty() {
         comm.all_reduce_sum_f64(key, &mut flat64)?;
     }
+    let on_device = match on_device {
+        Some(values) => Some(sum_over_ranks(values, comm, key)?.into_iter()),
+        None => None,
+    };
     let mut spread = Spread {
         grads,
         flat: &flat,
         flat64: &flat64,
+        on_device,
         inside_sharded: 0,
         sharded,
     };
@@ -74,10 +88,12 @@ pub(super) fn reduce<M: Module>(
 struct Collect {
     grads: GradientsParams,
     /// Of each parameter: how many ranks have a gradient, how many have it in f32 although the
-    /// parameter is narrower, then the values.
+    /// parameter is narrower, then the values, unless they stay on the device.
     flat: Vec<f32>,
     /// Of f64 parameters.
     flat64: Vec<f64>,
+    /// The values of a parameter each, where they are summed from device to device.
+    on_device: Option<Vec<Tensor<1>>>,
     inside_sharded: usize,
     /// Which parameters: those inside of sharded modules, or the others.
     sharded: bool,
@@ -97,6 +113,9 @@ impl ModuleVisitor for Collect {
             return;
         }
         let len = param.lazy_shape().num_elements();
+        if len == 0 {
+            return;
+        }
         let grad = self.grads.remove::<D>(param.id);
         let wide = grad
             .as_ref()
@@ -106,11 +125,15 @@ impl ModuleVisitor for Collect {
         match (grad, param.val().dtype()) {
             (Some(grad), DType::F64) => self.flat64.extend(grad.into_data().iter::<f64>()),
             (None, DType::F64) => self.flat64.resize(self.flat64.len() + len, 0.0),
-            (Some(grad), _) => {
-                let data = grad.cast(DType::F32).into_data();
-                self.flat.extend(data.iter::<f32>());
-            }
-            (None, _) => self.flat.resize(self.flat.len() + len, 0.0),
+            (grad, _) => match (grad.map(|grad| grad.cast(DType::F32)), &mut self.on_device) {
+                (Some(grad), Some(values)) => values.push(reshape(grad, [len])),
+                (None, Some(values)) => {
+                    let device = param.val().inner().device();
+                    values.push(Tensor::zeros([len], (&device, DType::F32)));
+                }
+                (Some(grad), None) => self.flat.extend(grad.into_data().iter::<f32>()),
+                (None, None) => self.flat.resize(self.flat.len() + len, 0.0),
+            },
         }
     }
 }
@@ -119,6 +142,7 @@ struct Spread<'a> {
     grads: GradientsParams,
     flat: &'a [f32],
     flat64: &'a [f64],
+    on_device: Option<std::vec::IntoIter<Tensor<1>>>,
     inside_sharded: usize,
     sharded: bool,
 }
@@ -138,21 +162,24 @@ impl ModuleVisitor for Spread<'_> {
         }
         let value = param.val().inner();
         let len = value.shape().num_elements();
+        if len == 0 {
+            return;
+        }
         let having = self.take(2);
         let (any, wide) = (having[0] > 0.0, having[1] > 0.0);
-        let (data, dtype) = match value.dtype() {
-            DType::F64 => {
-                let own;
-                (own, self.flat64) = self.flat64.split_at(len);
-                (TensorData::new(own.to_vec(), value.shape()), DType::F64)
-            }
-            dtype => {
-                let data = TensorData::new(self.take(len).to_vec(), value.shape());
-                (data, if wide { DType::F32 } else { dtype })
-            }
+        let dtype = if wide { DType::F32 } else { value.dtype() };
+        let of_data = |data| Tensor::<D>::from_data(data, (&value.device(), dtype));
+        let grad = if value.dtype() == DType::F64 {
+            let own;
+            (own, self.flat64) = self.flat64.split_at(len);
+            of_data(TensorData::new(own.to_vec(), value.shape()))
+        } else if let Some(on_device) = &mut self.on_device {
+            let sum = on_device.next().expect("one sum for each of the values");
+            reshape(sum, value.shape()).cast(dtype)
+        } else {
+            of_data(TensorData::new(self.take(len).to_vec(), value.shape()))
         };
         if any {
-            let grad = Tensor::<D>::from_data(data, (&value.device(), dtype));
             self.grads.register(param.id, grad);
         }
     }
@@ -164,6 +191,17 @@ impl<'a> Spread<'a> {
         let own;
         (own, self.flat) = self.flat.split_at(len);
         own
+    }
+}
+
+/// Whether there is a way from device to device.
+fn has_link(comm: &dyn Communicator) -> bool {
+    #[cfg(any(test, feature = "link"))]
+    return comm.device_link().is_some();
+    #[cfg(not(any(test, feature = "link")))]
+    {
+        let _ = comm;
+        false
     }
 }
 

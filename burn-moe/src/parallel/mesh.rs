@@ -93,8 +93,8 @@ impl Mesh {
         module: &M,
         key: Key,
     ) -> Result<GradientsParams, CommError> {
-        let grads = reduce(grads, module, &*self.world, key, false)?;
-        reduce(grads, module, &*self.dp, key, true)
+        let grads = reduce(grads, module, &self.world, key, false)?;
+        reduce(grads, module, &self.dp, key, true)
     }
 
     /// The norm of the gradients of the whole model, as one vector (Pascanu et al., arXiv 1211.5063, algorithm 1), of

@@ -13,6 +13,8 @@
 
 #[cfg(feature = "autodiff")]
 mod clip;
+#[cfg(feature = "autodiff")]
+mod device_sum;
 mod dispatch;
 mod forward;
 mod gradients;

@@ -88,7 +88,7 @@ fn train(
             let loss = log_softmax(logits, 1).gather(1, targets).sum() * -share;
             let grads = GradientsParams::from_grads(loss.backward(), &trainee.model);
             let key = Key::new(Op::GradReduce, step + 1, 0);
-            let grads = reduce_gradients(grads, &trainee.model, comm.as_ref(), key)?;
+            let grads = reduce_gradients(grads, &trainee.model, &comm, key)?;
             let norm_key = key.with_op(Op::AllReduce);
             let norm = gradient_norm(&grads, &trainee.model, comm.as_ref(), norm_key)?;
             let grads = clip_gradients(grads, &trainee.model, norm, 0.5);

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::SIGTERM;
 
-use super::control::{self, Loss};
+use super::control;
 use super::{ENGINE, FAREWELL, MpiCommunicator, say};
 use crate::comm::RanksError;
 use crate::comm::clock::lock;
+use crate::comm::error::Loss;
 
 impl MpiCommunicator {
     /// Starts what runs beside the rank: signs of life, messages that move while it computes, the end on `SIGTERM`.

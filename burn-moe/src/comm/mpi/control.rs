@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::clock::lock;
+use crate::comm::error::Loss;
 
 /// How a rank left.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,13 +32,6 @@ pub(super) enum Left {
         /// Messages it has sent to each rank; empty when it did not live to say so.
         sent: Vec<u64>,
     },
-}
-
-/// That a rank is gone.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Loss {
-    pub rank: usize,
-    pub reason: String,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -31,10 +31,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::clock::{Monotonic, Timing, WorldClock, clock_methods, lock};
+use super::error::{Loss, check_rank};
 use super::ranks::{check_options, pool};
 use super::{CommError, Communicator, Key, RankOptions, RankOutcome, RanksError, Topology};
 use background::Terminate;
-use control::{Control, Left, Loss};
+use control::{Control, Left};
 use engine::Engine;
 use requests::Failure;
 use start::Started;
@@ -266,13 +267,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 
 impl MpiCommunicator {
     fn enter(&self, peer: usize, key: Key) -> Result<(), CommError> {
-        if peer >= self.size {
-            return Err(CommError::InvalidRank {
-                rank: peer,
-                size: self.size,
-                key,
-            });
-        }
+        check_rank(peer, self.size, key)?;
         *lock(&self.last) = Some(key);
         Ok(())
     }
@@ -289,22 +284,16 @@ impl MpiCommunicator {
         }
         match left {
             Some(Left::Returned { .. }) => {
-                let reason = "returned early".into();
                 let on_the_way =
                     sent.map_or(OnTheWay::Unknown, |sent| OnTheWay::OfReturned { sent });
-                Some((Loss { rank: from, reason }, on_the_way))
+                Some((Loss::returned(from), on_the_way))
             }
             _ => None,
         }
     }
 
     fn lost(&self, loss: Loss, key: Key) -> CommError {
-        let error = CommError::RankLost {
-            lost: loss.rank,
-            reason: loss.reason,
-            rank: self.rank,
-            key,
-        };
+        let error = loss.seen_by(self.rank, key);
         *lock(&self.seen) = Some(error.clone());
         error
     }

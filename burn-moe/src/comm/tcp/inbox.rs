@@ -8,13 +8,7 @@ use bytes::Bytes;
 
 use super::super::Key;
 use super::super::clock::lock;
-
-/// That a rank is gone, or took the group down.
-#[derive(Clone, Debug)]
-pub(super) struct Loss {
-    pub rank: usize,
-    pub reason: String,
-}
+use super::super::error::Loss;
 
 pub(super) struct Inbox {
     state: Mutex<State>,
@@ -84,10 +78,7 @@ impl Inbox {
                 return Err(Some(loss.clone()));
             }
             if state.returned[from] {
-                return Err(Some(Loss {
-                    rank: from,
-                    reason: "returned early".to_owned(),
-                }));
+                return Err(Some(Loss::returned(from)));
             }
             // A deadline too far away for the clock to tell never comes.
             let left = deadline.map_or(Duration::MAX, |deadline| {

@@ -32,10 +32,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::clock::{Monotonic, TimeSource, Timing, WorldClock, clock_methods, lock};
+use super::error::{Loss, check_rank};
 use super::ranks::{check_options, pool};
 use super::wire::{HEADER, Header};
 use super::{CommError, Communicator, Key, Op, RankOptions, RankOutcome, RanksError, RanksFailure};
-use inbox::{Inbox, Loss};
+use inbox::Inbox;
 
 pub use launch::{Launch, LaunchError};
 
@@ -241,23 +242,11 @@ impl TcpCommunicator {
     }
 
     fn check(&self, peer: usize, key: Key) -> Result<(), CommError> {
-        if peer < self.peers.len() {
-            return Ok(());
-        }
-        Err(CommError::InvalidRank {
-            rank: peer,
-            size: self.peers.len(),
-            key,
-        })
+        check_rank(peer, self.peers.len(), key)
     }
 
     fn lost(&self, loss: Loss, key: Key) -> CommError {
-        let error = CommError::RankLost {
-            lost: loss.rank,
-            reason: loss.reason,
-            rank: self.rank,
-            key,
-        };
+        let error = loss.seen_by(self.rank, key);
         *lock(&self.seen) = Some(error.clone());
         error
     }

@@ -3,13 +3,14 @@
 
 use std::sync::Arc;
 
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use crate::comm::nccl::LinkTraffic;
 use crate::comm::nccl::tests::memory::run_linked;
-use crate::comm::{Communicator, RankOptions, run_ranks};
+use crate::comm::{Communicator, Key, Op, RankOptions, run_ranks};
 use crate::layer::{Moe, MoeConfig, RouterConfig};
-use crate::parallel::{Balance, CombineOrder, ExpertParallel, ParallelOptions};
+use crate::parallel::{Balance, CombineOrder, ExpertParallel, ParallelOptions, reduce_gradients};
 
 const WIDTH: usize = 12;
 const EXPERTS: usize = 10;
@@ -69,7 +70,9 @@ impl Run {
         let ep = ExpertParallel::new(comm.clone(), options).unwrap();
         // Normalised, the weight of a single expert would be 1, and not learn.
         let router = RouterConfig::new(WIDTH, EXPERTS, 1).with_norm_topk_prob(false);
-        let config = MoeConfig::new(router, 10).with_seed(4);
+        let config = MoeConfig::new(router, 10)
+            .with_num_shared_experts(1)
+            .with_seed(4);
         let layers = [0, 1].map(|number| {
             let mut moe = config.init_parallel(&ep, number, &device).unwrap();
             heat(&mut moe, 3 + 4 * number as usize);
@@ -85,13 +88,24 @@ impl Run {
         let hidden = x.clone() + layers[0].forward(x.clone());
         let output = layers[1].forward(hidden);
         let factors = tensor([tokens, WIDTH], 50 + comm.rank(), &device);
-        let grads = (output.clone() * factors).sum().backward();
+        let mut grads = (output.clone() * factors).sum().backward();
         let mut of = vec![x.grad(&grads).map(|grad| bits(&grad))];
-        for moe in &layers {
+        for (number, moe) in layers.iter().enumerate() {
             for weights in [&moe.experts.gate_up, &moe.experts.down] {
                 of.push(weights.val().grad(&grads).map(|grad| bits(&grad)));
             }
             of.push(moe.router.gate.val().grad(&grads).map(|grad| bits(&grad)));
+            // The router and the shared expert over all ranks, of which the last has nothing of the router.
+            let shared = moe.shared.as_ref().unwrap();
+            let mut dense = GradientsParams::from_module(&mut grads, moe);
+            if comm.rank() > 0 && comm.rank() + 1 == comm.size() {
+                dense.remove::<2>(moe.router.gate.id);
+            }
+            let key = Key::new(Op::GradReduce, 0, number as u32);
+            let sums = reduce_gradients(dense, moe, comm, key).unwrap();
+            for param in [&moe.router.gate, &shared.gate_up, &shared.down] {
+                of.push(sums.get::<2>(param.id).map(|sum| bits(&sum)));
+            }
         }
         Bits {
             output: bits(&output),
@@ -139,12 +153,14 @@ fn layers_are_those_through_the_host() {
             trained: true,
         };
         for sent in compare(ranks, run) {
-            // Dispatch and combine of two layers and two passes, and the router's weights of the rank order.
+            // Dispatch and combine of two layers and two passes, and the router's weights of the rank order; two to sum
+            // the gradients of each bucket: the router's and each matrix of the shared experts.
             let exchanges = match combine {
                 CombineOrder::Exact => 8,
                 CombineOrder::Rank => 12,
             };
-            assert_eq!(sent.row_exchanges, exchanges, "{run:?}");
+            let sums = if ranks == 1 { 0 } else { 2 * 2 * 3 };
+            assert_eq!(sent.row_exchanges, exchanges + sums, "{run:?}");
             // Weights out in two passes, gradients back.
             let expected = if ranks == 1 { 0 } else { 6 };
             assert_eq!(sent.weight_exchanges, expected, "{run:?}");
