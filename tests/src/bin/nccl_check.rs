@@ -20,16 +20,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
+use burn::module::Param;
+use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_moe::comm::nccl::{self, NcclOptions};
 use burn_moe::comm::tcp::{Launch, LaunchError, try_run_tcp};
-use burn_moe::comm::{Communicator, Key, Op, RankOptions, solo};
-use burn_moe::layer::{MoeConfig, RouterConfig};
+use burn_moe::comm::{CommError, Communicator, Key, Op, RankOptions, solo};
+use burn_moe::layer::{FeedForwardConfig, MoeConfig, RouterConfig};
 use burn_moe::ops::{
     Pass, Replica, ReplicaPool, Replication, RowExchange, all_to_all_rows, expert_swiglu,
     send_experts,
 };
-use burn_moe::parallel::{Balance, CombineOrder};
+use burn_moe::parallel::{Balance, CombineOrder, reduce_gradients};
 use burn_moe_tests::layer_run::{LayerPart, LayerRun};
 use burn_moe_tests::{index_of, random, relative_error, tensor_of, values};
 
@@ -68,6 +70,8 @@ fn check(host: Arc<dyn Communicator>) -> Check {
     say("rows arrive as over the host, bit by bit".into());
     replicas_of_its_own(&linked, &device)?;
     say("replicas of a rank's own experts: forward and gradients as without".into());
+    sums(&host, &linked, &device)?;
+    say("gradients of dense parameters: summed as through the host, bit by bit".into());
     layers(&host, &linked, &device, &say)?;
     let traffic = linked.device_link().expect("a link").traffic();
     say(format!("rank 0 sent over the link: {traffic:?}"));
@@ -175,6 +179,26 @@ fn replicas_of_its_own(linked: &Arc<dyn Communicator>, device: &Device) -> Check
         ensure(error < 1e-4, || format!("{what} differs by {error:e}"))?;
     }
     Ok(())
+}
+
+/// Gradients of a module that all ranks hold, each with its own tokens.
+fn sums(host: &Arc<dyn Communicator>, linked: &Arc<dyn Communicator>, device: &Device) -> Check {
+    let (rows, width) = (10, 48);
+    let device = device.clone().autodiff();
+    let model = FeedForwardConfig::new(width, 41).init(&device);
+    let x = random(rows * width, host.rank() as u64);
+    let x = tensor_of(&x, [rows, width], DType::F32, &device);
+    let sum = |comm: &Arc<dyn Communicator>| {
+        let loss = model.forward(x.clone()).square().sum();
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let grads = reduce_gradients(grads, &model, comm, Key::new(Op::GradReduce, 0, 0))?;
+        let of = |param: &Param<Tensor<2>>| grads.get::<2>(param.id).map(|grad| values(&grad));
+        Ok::<_, CommError>([of(&model.gate_up), of(&model.down)])
+    };
+    let (over_link, through_host) = (sum(linked)?, sum(host)?);
+    ensure(over_link == through_host && over_link[0].is_some(), || {
+        "gradients summed over the link are not those summed on the host".into()
+    })
 }
 
 /// A whole layer over the link: as through the host, bit by bit, and as on the CPU, nearly.

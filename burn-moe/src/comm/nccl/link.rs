@@ -37,7 +37,7 @@ pub(crate) enum LinkDevice {
 /// Which of the two ways an exchange takes. Each has its own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lane {
-    /// Rows of tokens.
+    /// Rows of tokens, and gradients to be summed.
     Rows,
     /// Weights of experts, and their gradients.
     Weights,
@@ -46,9 +46,9 @@ pub(crate) enum Lane {
 /// What this rank has sent over a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LinkTraffic {
-    /// Exchanges of rows.
+    /// Exchanges of rows, and of gradients that are summed over the ranks.
     pub row_exchanges: u64,
-    /// Bytes of rows sent, to itself too.
+    /// Bytes sent in these, to itself too.
     pub row_bytes: u64,
     /// Exchanges of replicas' weights and of their gradients.
     pub weight_exchanges: u64,

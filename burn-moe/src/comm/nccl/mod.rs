@@ -1,8 +1,9 @@
 //! Rows and weights from GPU to GPU, over NCCL (feature `nccl`).
 //!
 //! One process has one GPU and is one rank. NCCL does not replace the [`Communicator`] that connects the processes (TCP or
-//! MPI): [`connect`] puts a [`Link`] beside it. Counts, plans, routes, sums of gradients and the news that a rank is lost
-//! go on over the communicator; token rows, replicas' weights and their gradients go from device memory to device memory,
+//! MPI): [`connect`] puts a [`Link`] beside it. Counts, plans, routes, norms of gradients and the news that a rank is lost
+//! go on over the communicator; token rows, replicas' weights and their gradients, and the gradients of parameters that
+//! all ranks hold ([`reduce_gradients`](crate::parallel::reduce_gradients)), go from device memory to device memory,
 //! without a copy on the host.
 //!
 //! ```no_run
@@ -33,7 +34,8 @@
 //! own: one for rows; one for weights out and gradients back. Within each, all ranks do the same in the same order:
 //!
 //! - Rows: the exchanges of a layer depend on each other, in both passes, and layers on the ones before (see
-//!   [`parallel`](crate::parallel)).
+//!   [`parallel`](crate::parallel)). Sums of gradients come after them, in rows of equal size: NCCL's own sums would have
+//!   other bits.
 //! - Weights: those of a layer are posted when its plan is known, before its rows, and waited for before the next layer;
 //!   in the backward pass before the rows' gradients; the gradients of replicas follow when the layer's experts are done.
 //!
