@@ -35,7 +35,7 @@ pub(super) fn sum_over_ranks(
         let sum = sum_bucket(of_bucket, comm, key.with_part(part as u32))?;
         let mut from = 0;
         for len in &lens[bucket] {
-            sums.push(sum.clone().slice([from..from + len]));
+            sums.push(sum.clone().narrow(0, from, *len));
             from += len;
         }
     }
