@@ -1,10 +1,10 @@
 //! Gradients of the parameters that every rank holds.
 #![cfg(feature = "autodiff")]
 
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
 use std::sync::Arc;
 
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 
 use super::device_sum::sum_over_ranks;
@@ -24,7 +24,7 @@ const SHARDED: &str = "GroupedExperts";
 /// f32 where any rank has it in f32, as after accumulation.
 ///
 /// Values travel through host memory, but over a link between devices (feature `nccl`) from one to the other; those of
-/// f64 parameters through the host in any case. Both give the same bits.
+/// f64 parameters through the host in any case. The sums have the same bits either way.
 ///
 /// # Errors
 ///
