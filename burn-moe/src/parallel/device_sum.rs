@@ -1,5 +1,4 @@
 //! Sums over ranks that stay on the devices: a reduce-scatter and an all-gather, both by sending rows.
-#![cfg(feature = "autodiff")]
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
